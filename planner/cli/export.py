@@ -8,7 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from megaloom.planner.export.target import Target
+from megaloom.planner.contract.workload import Runtime
+from megaloom.planner.export.target import ON_MEGATRON_CORE, Target
 
 
 def export(
@@ -52,6 +53,12 @@ def export(
             f"the predicted step is {after:.4g} s instead of {before:.4g} s",
             file=sys.stderr,
         )
+    if planned.runtime is Runtime.MEGALOOM and to in ON_MEGATRON_CORE:
+        print(
+            f"the predicted step is that of `megaloom train`; for {to.program}, `plan --runtime megatron` searches "
+            "with the kernels of Megatron-core",
+            file=sys.stderr,
+        )
     if output is None:
         sys.stdout.write(text)
         return
@@ -59,3 +66,4 @@ def export(
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}\ngive a path in a folder that exists") from None
+    print(f"wrote {output}", file=sys.stderr)

@@ -44,7 +44,7 @@ class Prediction:
     tokens_per_second_per_device: float  # tokens of the batch by second and device
     flops_per_second_per_device: float  # model FLOPs: no recompute, causal attention counted half
     mfu: float  # model FLOPs per second as a share of the device's peak
-    bubble: float  # share of the step in which a pipeline rank waits
+    bubble: float  # share of the step in which the slowest pipeline rank waits, "pipeline bubble" of the breakdown
     breakdown: dict[str, float]  # seconds by cause
     nbytes: tuple[dict[str, int], ...]  # peak memory of each pipeline rank, by holder
     moments: tuple[str, ...]  # the moment of each pipeline rank's peak

@@ -28,6 +28,9 @@ class Target(StrEnum):
 LAUNCH_FILES = frozenset({Target.SLURM, Target.KUBERNETES, Target.SKYPILOT})
 """Files that start `megaloom train` with the plan itself."""
 
+ON_MEGATRON_CORE = frozenset({Target.MEGATRON_LM, Target.MEGATRON_BRIDGE, Target.ACCELERATE})
+"""Programs that run a plan on Megatron-core with Transformer Engine: those of `plan --runtime megatron`."""
+
 _TITLES = {
     Target.MEGATRON_LM: "Megatron-LM",
     Target.MEGATRON_BRIDGE: "Megatron-Bridge",

@@ -17,9 +17,10 @@ from rich.text import Text
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.search.reasons import cause_differences
 
+from .folded_table import text_table
 from .tables import layout_table, prediction_table
 from .to_json import JSON_VERSION
-from .units import Unit, memory_unit, text_table, time_unit
+from .units import Unit, memory_unit, time_unit
 
 EQUAL_SHARE = 0.0005  # plans whose times per token differ by less are called equally fast
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.table import Table
-from rich.text import Text
 
 from megaloom.planner.contract.devices import Cluster, GiB
 from megaloom.planner.search.scaling import ScalingPoint
 from megaloom.planner.simulate.price import Priced
 
+from .folded_table import text_table
 from .goodput import MANY_DEVICES, goodput
 
 BAR_WIDTH = 24  # characters of the longest bar
+BAR_TITLE = "speed"
 
 
 def scaling_table(points: Sequence[ScalingPoint], params: int) -> Table:
@@ -21,16 +22,15 @@ def scaling_table(points: Sequence[ScalingPoint], params: int) -> Table:
 
     With MANY_DEVICES or more, it has the goodput and the number of steps between checkpoints too.
     """
-    out = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     many = any(p.cluster.count >= MANY_DEVICES for p in points)
     lasting = ("goodput", "save every") if many else ()
-    for name in ("GPUs", "batch", "s/step", "tok/s", "tok/s/GPU", "MFU", "GiB", *lasting, "", "layout"):
-        out.add_column(Text(name), justify="left" if name in ("", "layout") else "right", overflow="fold")
+    head = ("GPUs", "batch", "s/step", "tok/s", "tok/s/GPU", "MFU", "GiB", *lasting, BAR_TITLE, "layout")
+    rows: list[tuple[str, ...]] = []
     most = max((p.best.prediction.tokens_per_second_per_device for p in points if p.best), default=1.0)
     for point in points:
         if point.best is None:
-            dashes = [Text("-")] * (6 + len(lasting))
-            out.add_row(Text(str(point.cluster)), *dashes, Text(""), Text("no layout is legal and fits"))
+            dashes = ["-"] * (6 + len(lasting))
+            rows.append((str(point.cluster), *dashes, "", "no layout is legal and fits"))
             continue
         prediction, each = point.best.prediction, point.best.prediction.tokens_per_second_per_device
         cells = (
@@ -45,8 +45,8 @@ def scaling_table(points: Sequence[ScalingPoint], params: int) -> Table:
             "#" * round(BAR_WIDTH * each / most),
             str(point.best.layout),
         )
-        out.add_row(*(Text(cell) for cell in cells))
-    return out
+        rows.append(cells)
+    return text_table(head, rows, left=(BAR_TITLE, "layout"), key=True)
 
 
 def _lasting(machine: Cluster, best: Priced, params: int) -> tuple[str, str]:

@@ -16,7 +16,8 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.search.reasons import difference_text
 
-from .units import Unit, format_count, memory_unit, peak_memory, text_table, time_unit
+from .folded_table import text_table
+from .units import Unit, format_count, memory_unit, peak_memory, time_unit
 
 if TYPE_CHECKING:
     from megaloom.planner.search.search import Found
@@ -42,7 +43,11 @@ def _plan_rows(rows: Sequence[dict[str, str]], names: Sequence[str], gap: int = 
     named = [[name, *row.values()] for name, row in zip(names, rows, strict=True)] if names else None
     head = [*rows[0]]
     return text_table(
-        ["", *head] if named else head, named or [list(row.values()) for row in rows], left=("",), gap=gap
+        ["", *head] if named else head,
+        named or [list(row.values()) for row in rows],
+        left=("",),
+        gap=gap,
+        key=bool(names),
     )
 
 
@@ -106,7 +111,9 @@ def rank_table(plan: Plan, graph: Graph) -> Table:
                 _word_once("block", "; ".join(stage_contents(graph.nodes[s.start : s.stop], graph) for s in chunks)),
             ]
         )
-    return text_table(["rank", "forward", "backward", "params", "layers"], _first_and_last(rows), left=("layers",))
+    return text_table(
+        ["rank", "forward", "backward", "params", "layers"], _first_and_last(rows), left=("layers",), key=True
+    )
 
 
 def memory_table(plan: Plan) -> Table:
@@ -117,7 +124,7 @@ def memory_table(plan: Plan) -> Table:
         [str(rank), *size.parts(nbytes.get(holder, 0) for holder in holders), size.of(sum(nbytes.values())), moment]
         for rank, (nbytes, moment) in enumerate(zip(plan.predicted.nbytes, plan.predicted.moments, strict=True))
     ]
-    return text_table(["rank", *holders, "total", "peak at"], _first_and_last(rows), left=("peak at",), gap=1)
+    return text_table(["rank", *holders, "total", "peak at"], _first_and_last(rows), left=("peak at",), gap=1, key=True)
 
 
 def breakdown_table(plan: Plan) -> Table:

@@ -1,13 +1,11 @@
-"""Units in which reports show seconds, bytes and counts, and tables of plain text."""
+"""Units in which reports show seconds, bytes and counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 from attrs import frozen
-from rich.table import Table
-from rich.text import Text
 
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan
@@ -54,13 +52,3 @@ def format_count(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f}{name}"
     return str(count)
-
-
-def text_table(head: Iterable[str], rows: Iterable[Sequence[str]], left: Sequence[str] = (), gap: int = 2) -> Table:
-    """Return a table of plain text (brackets are no markup); columns named in `left` are aligned to the left."""
-    out = Table(box=None, padding=(0, gap, 0, 0), header_style="dim")
-    for name in head:
-        out.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
-    for row in rows:
-        out.add_row(*(Text(cell) for cell in row))
-    return out

@@ -23,7 +23,9 @@ COMPUTE = ("forward", "backward")
 MENTIONED = 4  # neighbours in the reasons
 HOLDERS = 3  # holders of memory in a sentence
 TIE_SHARE = 0.0005  # share of a step; a smaller difference counts as none
-EXPLAINS = 1.1  # one cause explains a difference if it adds no more than this multiple of it
+NAMED_CAUSES = 3  # of a difference that are named
+UNEXPLAINED = 0.2  # share of a difference that the named causes may leave
+OTHER_PARTS = "other parts"
 
 
 @frozen
@@ -108,10 +110,11 @@ def largest_holders(peak: Peak) -> str:
 
 
 def deficit_text(plan: Partition) -> str:
-    """Return which pipeline rank exceeds the memory limit, by how much, and the largest holders."""
+    """Return who exceeds the memory limit, a pipeline rank or each device, by how much, and the largest holders."""
     rank, peak = fullest_rank(plan)
+    who = f"pipeline rank {rank}" if plan.layout.pp > 1 else "each device"
     return (
-        f"pipeline rank {rank} needs {format_nbytes(peak.nbytes)} at the {peak.moment}, {format_nbytes(plan.deficit)} "
+        f"{who} needs {format_nbytes(peak.nbytes)} at the {peak.moment}, {format_nbytes(plan.deficit)} "
         f"more than the memory limit of {format_nbytes(plan.problem.memory_limit)}: {largest_holders(peak)}"
     )
 
@@ -129,20 +132,35 @@ def fullest_rank(plan: Partition) -> tuple[int, Peak]:
 def difference_text(best: Prediction, other: Prediction) -> str:
     """Return by how much another prediction is slower, and why: `5.0% slower: backward +375 ms, recompute −250 ms`.
 
-    The first cause adds the most time. The second saves the most; it is given if the first adds more than the whole
-    difference. Of a prediction that is equally fast, return how much more memory it needs.
+    The causes are the largest, at most NAMED_CAUSES of them, until what is left is at most UNEXPLAINED of the
+    difference. If more is left it stands last, as OTHER_PARTS. Of a prediction that is equally fast, return how much
+    more memory it needs.
     """
-    if other.step_seconds - best.step_seconds < TIE_SHARE * best.step_seconds:
+    slower = other.step_seconds - best.step_seconds
+    if slower < TIE_SHARE * best.step_seconds:
         more = peak_nbytes(other) - peak_nbytes(best)
         needs_more = more > TIE_SHARE * peak_nbytes(best)
         second = f"with {format_nbytes(more)} more memory" if needs_more else "and no simpler than the best plan"
         return f"equally fast, {second}"
-    seconds = cause_differences(best, other)
-    most, least = max(seconds, key=seconds.__getitem__), min(seconds, key=seconds.__getitem__)
-    text = f"{other.step_seconds / best.step_seconds - 1:.1%} slower: {most} +{format_seconds(seconds[most])}"
-    if seconds[most] > EXPLAINS * (other.step_seconds - best.step_seconds):
-        text += f", {least} −{format_seconds(-seconds[least])}"
-    return text
+    named = ", ".join(f"{cause} {_signed_seconds(s)}" for cause, s in _main_causes(best, other).items())
+    return f"{other.step_seconds / best.step_seconds - 1:.1%} slower: {named}"
+
+
+def _main_causes(best: Prediction, other: Prediction) -> dict[str, float]:
+    """Return the seconds of the causes that explain a difference, those that add time first."""
+    slower, by_cause = other.step_seconds - best.step_seconds, cause_differences(best, other)
+    causes: dict[str, float] = {}
+    for cause in sorted(by_cause, key=lambda cause: -abs(by_cause[cause]))[:NAMED_CAUSES]:
+        causes[cause] = by_cause[cause]
+        if abs(slower - sum(causes.values())) <= UNEXPLAINED * slower:
+            break
+    causes = dict(sorted(causes.items(), key=lambda entry: -entry[1]))
+    rest = slower - sum(causes.values())
+    return causes if abs(rest) <= UNEXPLAINED * slower else causes | {OTHER_PARTS: rest}
+
+
+def _signed_seconds(seconds: float) -> str:
+    return f"{'+' if seconds > 0 else '−'}{format_seconds(abs(seconds))}"
 
 
 def cause_differences(a: Prediction, b: Prediction) -> dict[str, float]:

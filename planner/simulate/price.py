@@ -159,7 +159,7 @@ def simulate(placed: Partition) -> Priced:
         tokens_per_second_per_device=job.workload.tokens / step / x.world,
         flops_per_second_per_device=flops,
         mfu=flops / job.cluster.device.flops[job.workload.precision],
-        bubble=max(0.0, 1 - (sum(busy) / x.pp + counting) / step) if x.pp > 1 else 0.0,
+        bubble=parts["pipeline bubble"] / step,
         breakdown={cause: part for cause, part in parts.items() if part},
         nbytes=tuple(peak.held for peak in peaks),
         moments=tuple(peak.moment for peak in peaks),

@@ -13,8 +13,9 @@ from megaloom.dsl.facts.parameters import parameters_text
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, speed_of
 from megaloom.planner.cost.measured_memory import held_bytes
+from megaloom.planner.report.folded_table import text_table
 from megaloom.planner.report.tables import layout_table, prediction_table
-from megaloom.planner.report.units import memory_unit, peak_memory, text_table
+from megaloom.planner.report.units import memory_unit, peak_memory
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import clock, device_word, tflops_text

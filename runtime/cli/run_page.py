@@ -12,10 +12,11 @@ from megaloom.dsl.show.html import document
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.report.charts import legend_html, table_html, tiles_html
+from megaloom.planner.report.folded_table import text_table
 from megaloom.planner.report.html import page_style
 from megaloom.planner.report.line_chart import Curve, line_chart
 from megaloom.planner.report.tables import layout_table
-from megaloom.planner.report.units import peak_memory, text_table
+from megaloom.planner.report.units import peak_memory
 from megaloom.runtime.metrics.display import device_word, nbytes_text
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, read_metrics
 from megaloom.runtime.training.run_folder import plan_of_run

@@ -16,8 +16,9 @@ from rich.text import Text
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.report.folded_table import text_table
 from megaloom.planner.report.to_json import JSON_VERSION
-from megaloom.planner.report.units import Unit, text_table
+from megaloom.planner.report.units import Unit
 from megaloom.planner.simulate.price import Priced
 
 from .measured_step import MeasuredTrace, StepSeconds, seconds_of_plan, seconds_of_trace

@@ -69,7 +69,7 @@ def test_large_clusters_are_told_of_it(
     fixed = ("--tp", "1", "--pp", "1", "--cp", "1", "--micro-batch", "1", "--recompute", "none")
     assert main(["gpt2", "--gpus", "512..1024xH100", *fixed]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split()[-4:] == ["goodput", "save", "every", "layout"]
+    assert head.split()[-5:] == ["goodput", "save", "every", "speed", "layout"]
     assert [(line.count("%"), line.count("steps")) for line in lines] == [(2, 1), (2, 1)]
     assert main(["gpt2", "--gpus", "512xH100", *fixed]) == 0
     assert "goodput" not in capsys.readouterr().out

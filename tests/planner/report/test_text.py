@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from io import StringIO
 from itertools import accumulate, pairwise
 
 from attrs import evolve
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.files.json_form import fingerprint
@@ -169,3 +171,36 @@ def test_what_is_printed_of_a_sum_adds_up(figures: list[float]) -> None:
     shown = [Decimal(part) for part in size.parts(figures)]
     assert sum(shown) == Decimal(size.of([*accumulate(figures)][-1]))
     assert all(abs(float(part) - figure) <= 0.001001 for part, figure in zip(shown, figures, strict=True))
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=9))
+def test_the_causes_of_a_difference_explain_it(seconds: list[tuple[float, float]]) -> None:
+    """The named causes and "other parts" add up to at least 80 % and at most 120 % of the difference."""
+    names = [f"cause {i}" for i in range(len(seconds))]
+    predicted = example().best.predicted
+    one, two = (
+        evolve(predicted, breakdown=dict(zip(names, each, strict=True)), step_seconds=sum(each))
+        for each in zip(*seconds, strict=True)
+    )
+    slower = two.step_seconds - one.step_seconds
+    assume(one.step_seconds > 0.1 and slower > 0.01 * one.step_seconds)
+    text = difference_text(one, two)
+    signs = {"+": 1, "−": -1}
+    found = [
+        signs[sign] * float(number) * (1 if unit == "s" else 1e-3)
+        for sign, number, unit in re.findall(r"([+−])([\d.e]+) (s|ms)", text)
+    ]
+    rounding = sum(map(abs, found)) * 0.006
+    assert abs(sum(found) - slower) <= 0.2 * slower + rounding, text
+    assert 1 <= len(found) <= 4
+
+
+def test_no_word_is_broken_at_80_columns() -> None:
+    text = StringIO()
+    Console(file=text, width=80, force_terminal=True, color_system=None).print(
+        search_report(example(), graph(find("gpt2")[0]), top=5)
+    )
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = {word for line in GOLDEN.splitlines() for word in line.split()}
+    assert {word for line in lines for word in line.split()} - {"#"} <= words
