@@ -49,7 +49,7 @@ from megaloom.runtime.cli.printing import fail, print_on_first_rank
 from megaloom.runtime.cli.report import comparison_report, plan_report, summary_report
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.agreement import agreed
-from megaloom.runtime.launch.rendezvous import join, started_by_launcher
+from megaloom.runtime.launch.rendezvous import join, launched, started_by_launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.environment import current_environment
 from megaloom.runtime.optimizer.recipe import Recipe
@@ -89,6 +89,7 @@ def run_train(
         return _plan_and_folder(model, arguments, load_options, options["out"], given, fixed, adapters)
 
     if started_by_launcher():
+        launched(_planned_world(model) or load_options["devices"])  # before waiting for ranks that do not come
         join(timeout=timeout)  # each rank reads files of its own: an error of one is raised on all
     plan, folder = agreed(chosen) if started_by_launcher() else chosen()
     note = differences(plan.environment, current_environment())
@@ -147,6 +148,16 @@ def chosen_model(model: str | None, weights: Path | None) -> str:
 def _is_plan(model: str) -> bool:
     """Return whether the argument MODEL names a plan.json."""
     return model.endswith(".json") and not describes(model) and not is_model_file(model)
+
+
+def _planned_world(model: str) -> int | None:
+    """Return the ranks of the plan that the argument MODEL is or has; None if there is none, or it cannot be read."""
+    try:
+        if is_run(model):
+            return load(Path(model) / PLAN_NAME).layout.world
+        return load(model).layout.world if _is_plan(model) else None
+    except UserError:
+        return None  # raised on all ranks once they have met
 
 
 def _plan_and_folder(

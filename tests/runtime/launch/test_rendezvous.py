@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
 import socket
@@ -53,6 +54,51 @@ def test_a_world_of_another_size_is_told(environment):
         join(8)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": "3"}, "RANK=3 is not a rank of WORLD_SIZE=2, which are 0 to 1"),
+        ({"RANK": "-1"}, "RANK=-1 is not a rank of WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not a rank of WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no number of ranks"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_before_they_wait(changed, message, environment):
+    given = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    environment(**{**given, **changed})
+    with pytest.raises(UserError, match=f"^{message}.*\nstart all ranks with one torchrun or srun, or unset RANK"):
+        join()
+
+
+def free_port():
+    with socket.create_server(("localhost", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        ("0", r"2 of 3 ranks have not come within 0.01 min \(--distributed-timeout-minutes\) \(ranks 1 and 2\)\nstart"),
+        ("2", r"rank 0 has not come within 0.01 min .*: nothing listens at localhost:\d+ \(MASTER_ADDR, MASTER_PORT\)"),
+    ],
+)
+def test_ranks_that_do_not_come_are_counted(number, message, environment):
+    environment(RANK=number, WORLD_SIZE="3", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=free_port())
+    with pytest.raises(UserError, match=message):
+        join(timeout=datetime.timedelta(minutes=0.01))
+
+
+def test_a_port_in_use_and_an_unknown_host_are_told(environment):
+    with socket.create_server(("localhost", 0)) as used:
+        port = str(used.getsockname()[1])
+        environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=port)
+        with pytest.raises(UserError, match="the port is in use\nchoose another MASTER_PORT"):
+            join()
+    environment(RANK="1", MASTER_ADDR="no.such.host.invalid")
+    with pytest.raises(UserError, match="MASTER_ADDR=no.such.host.invalid has no address"):
+        join()
+
+
 def test_no_ranks_are_started_by_a_rank(environment):
     environment(RANK="0")
     with pytest.raises(UserError, match="unset RANK"):
@@ -78,8 +124,7 @@ def joined(folder, number, variables):
 )  # fmt: skip
 def test_joining(names, environment, tmp_path):
     device.prepare()
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     ranks = []
     for number in range(2):
