@@ -14,14 +14,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch.distributed as dist
 from attrs import asdict, evolve
 
 from megaloom.dsl.catalog import config_of
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
-from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
@@ -41,6 +39,7 @@ from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
 from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_advice
+from .host_memory import check_host_memory
 from .initial_weights import open_weights
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from .run_data import DataOptions, as_sources, check_keep_best, check_rampup, check_tokenizer, open_data, steps_of
@@ -229,21 +228,6 @@ def check_model(plan: Plan) -> Model:
     check_plan(plan, model)
     check_trainable(plan, model)
     return model
-
-
-def check_host_memory(plan: Plan) -> None:
-    """Raise UserError if the ranks run on CPUs and their weights, gradients and optimizer exceed the host's memory."""
-    layout = plan.layout
-    held = sum(
-        nbytes.get(name, 0) for nbytes in plan.predicted.nbytes for name in ("weights", "gradients", "optimizer")
-    )
-    needed, total = held * layout.world // layout.pp, psutil.virtual_memory().total
-    if not device.gpu_count() and needed > total:
-        raise UserError(
-            f"{layout.world} ranks need {needed / GiB:,.0f} GiB for weights, gradients and optimizer; this machine has "
-            f"no GPUs, and {total / GiB:,.0f} GiB of memory\n"
-            f"the plan is for {plan.cluster}: train there, or a smaller model here"
-        )
 
 
 def on_rank(run: TrainingRun) -> Summary:

@@ -35,6 +35,8 @@ from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.reference.dropout import dropout_rate
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
+from .host_memory import check_host_memory
+
 if TYPE_CHECKING:
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.engine.gradients import WeightGradient
@@ -140,6 +142,7 @@ def compare(
     check_trainable(plan, model)
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
+    check_host_memory(plan, "verify")
     if reference is None and plan.layout.world > 1 and (node := first_layout_dropout(model, plan.layout)):
         raise UserError(
             f"cannot verify a model with dropout in fused attention or in experts ({node}): its masks depend on the "

@@ -95,7 +95,7 @@ def test_a_port_in_use_and_an_unknown_host_are_told(environment):
         with pytest.raises(UserError, match="the port is in use\nchoose another MASTER_PORT"):
             join()
     environment(RANK="1", MASTER_ADDR="no.such.host.invalid")
-    with pytest.raises(UserError, match="MASTER_ADDR=no.such.host.invalid has no address"):
+    with pytest.raises(UserError, match=r"MASTER_ADDR=no\.such\.host\.invalid has no address"):
         join()
 
 
