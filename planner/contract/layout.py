@@ -94,7 +94,8 @@ class LayoutFields(Generic[N]):
     recompute_modules: N = _field(
         ModuleSet,
         "modules",
-        "Modules that selective recompute recomputes, by megatron-core's names: layernorm moe_act. Default: core_attn.",
+        "Modules that selective recompute recomputes, by megatron-core's names: layernorm moe_act. "
+        "The search chooses them if none are given.",
         convert=_named_modules,
     )
     recompute_layers: N = _field(int, "layers", "Blocks of each stage that full recompute recomputes; 0: all.")

@@ -98,8 +98,12 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 
 def _advice(path: str) -> str:
-    """Return the command that writes a plan to a path, or to plan.json if the path has another ending."""
-    return f"`plan MODEL -o {path}` writes a plan" if path.endswith(".json") else "`plan MODEL` writes plan.json"
+    """Return the command that writes a plan to a path; to plan.json if another file is there, or it has another ending.
+
+    A command that is copied must not write over a file that is no plan.
+    """
+    free = path.endswith(".json") and not os.path.exists(path)
+    return f"`plan MODEL -o {path}` writes a plan" if free else "`plan MODEL` writes plan.json"
 
 
 def _umask() -> int:

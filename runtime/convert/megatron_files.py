@@ -40,6 +40,7 @@ RENAMED = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     ".experts.experts.": ".experts.local_experts.",  # in torch_dist
 }
+BEFORE_CORE = "language_model"  # holds all weights in a checkpoint of Megatron-LM's own layers
 ChunkWeights = list[list[dict[str, Tensor]]]
 """Weights of one model chunk by expert-parallel rank and tensor-parallel rank."""
 
@@ -164,6 +165,11 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Mapping[str, Any]]:
 def _weights(folder: Path, contents: Mapping[str, Any], chunk: str, stage: int) -> dict[str, Tensor]:
     """Return the weights of a model chunk in the file of a rank."""
     weights = contents.get(chunk)
+    if isinstance(weights, Mapping) and BEFORE_CORE in weights:
+        raise UserError(
+            f"{folder} has the names from before megatron-core (model.{BEFORE_CORE}), which are not read\n"
+            "convert it with Megatron-LM: tools/checkpoint/convert.py --loader legacy --saver core"
+        )
     if not isinstance(weights, Mapping):
         raise UserError(f"{folder} has no weights {chunk!r} of pipeline rank {stage}\ncopy the checkpoint again")
     return {GROUPED.sub(r"\1local_experts.\3.\2", k): v for k, v in weights.items() if isinstance(v, Tensor)}

@@ -205,6 +205,8 @@ def test_other_models_and_unsafe_files_are_refused(
     folder = shutil.copytree(root / "legacy" / "iter_0000100", tmp_path / "unsafe")
     torch.save({"model": Path.touch}, folder / "mp_rank_00_000" / "model_optim_rng.pt")
     assert "which could run code" in refusal(folder, root / "config", tmp_path, capsys)
+    torch.save({"model": {"language_model": {}}}, folder / "mp_rank_00_000" / "model_optim_rng.pt")
+    assert "has the names from before megatron-core" in refusal(folder, root / "config", tmp_path, capsys)
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest" / "latest_checkpointed_iteration.txt").write_text("../x")
     assert "which is not an iteration" in refusal(tmp_path / "latest", root / "config", tmp_path, capsys)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
-from tests.support.findings.finding import Verdict, finding, left, megaloom, passes, plan
+from tests.support.findings.finding import Verdict, finding, left, megaloom, passes, plan, refuses
 
 CASES = (("llama3-8b", "64xH100", "4096"), ("llama3-70b", "256xH100", "8192"), ("mamba2-2-7b", "128xA100", "4096"))
 
@@ -72,6 +73,40 @@ def other_kernels(folder: Path) -> str:
     return passes(done, "plan --runtime megatron", "wrote run.sh")
 
 
+@finding("features D6", "The message on a checkpoint from before megatron-core hides the reason", Verdict.REFUSED)
+def before_core(folder: Path) -> str:
+    import torch
+
+    rank = folder / "old" / "iter_0080000" / "mp_rank_00"
+    rank.mkdir(parents=True)
+    torch.save({"model": {"language_model": {"embedding": {}}}}, rank / "model_optim_rng.pt")
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64}
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300, "n_positions": 64}))
+    words = ("convert", "old/iter_0080000", "--to", "hf", "--config", "config.json", "-o", "out")
+    return refuses(megaloom(folder, *words), "names from before megatron-core", "tools/checkpoint/convert.py")
+
+
+@finding("spotcheck N9 advice", "The advice for a JSON that is no plan overwrites the user's file", Verdict.MENDED)
+def advice(folder: Path) -> str:
+    (folder / "nemo.json").write_text('{"model": {"num_layers": 4}}')
+    done = megaloom(folder, "explain", "nemo.json")
+    assert "-o nemo.json" not in done.text, done.end
+    return refuses(done, "is JSON, but not a plan", "`plan MODEL` writes plan.json")
+
+
+@finding("spotcheck N9 recompute", "Help names a default of --recompute-modules that is not used", Verdict.MENDED)
+def recompute(folder: Path) -> str:
+    text = " ".join(plan(folder, "--help").text.replace("│", " ").split())
+    assert "Default: core_attn" not in text
+    assert "The search chooses them if none are given" in text
+    return "help says that the search chooses them"
+
+
+left(
+    "features D5",
+    "A run of a declared model cannot begin a new run",
+    "a feature: `train --from RUN` is point 6 of the issue on what earlier systems promised",
+)
 left(
     "newcomer B6",
     "Plans that the prediction cannot tell apart are presented as first and second",
