@@ -30,6 +30,7 @@ class Op:
 
     To add a primitive, write a frozen attrs class with a `shape` method. By default it has no FLOPs, saves nothing for
     the backward pass and does not accept token ids. `megaloom.runtime.reference.evaluate` must learn to compute it.
+    No axis but dp and pp shards a model with an op that is not built in: it does not say along which dims it reads.
     """
 
     elementwise: ClassVar[bool] = False  # each output element depends on one element of each argument

@@ -73,7 +73,8 @@ def _validate_prediction(plan: Plan) -> None:
     if not 0 <= low <= high < inf:
         _refuse("predicted.interval", f"must be two times in seconds in order, got {low:g} and {high:g}")
     for name in ("tokens_per_second_per_device", "flops_per_second_per_device", "mfu", "bubble"):
-        if (value := getattr(predicted, name)) < 0 or not isfinite(value):
+        value = getattr(predicted, name)
+        if value is not None and (value < 0 or not isfinite(value)):
             _refuse(f"predicted.{name}", f"must be at least 0, got {value:g}")
     for cause, seconds in predicted.breakdown.items():
         if seconds < 0:

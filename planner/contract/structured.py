@@ -66,6 +66,8 @@ def _converter() -> Converter:
     converter.register_structure_hook_factory(partial(_made_of, dict), partial(_items, converter, dict))
     converter.register_structure_hook_factory(has, partial(_fields, converter))
     converter.register_structure_hook(Layout, lambda value, _: _layout(value))
+    number = converter.get_structure_hook(float)
+    converter.register_structure_hook(float | None, lambda value, _: None if value is None else number(value, float))
     whole = converter.get_structure_hook(LoRA)
     converter.register_structure_hook(LoRA | None, lambda value, _: None if value is None else whole(value, LoRA))
     return converter

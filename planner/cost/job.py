@@ -11,6 +11,7 @@ from megaloom.dsl.facts.costs import costs
 from megaloom.planner.contract.capability import AttentionKernel, Capability, assumed_environment, capability
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.workload import Runtime, Workload
+from megaloom.planner.model.own_ops import own_ops
 from megaloom.planner.model.structure import ModelStructure
 
 from .intervals import interval, run_class
@@ -52,8 +53,13 @@ class Job:
         return self.profile is OWN and any(op.balance and op.balance_over == "batch" for op in mixtures)
 
     @cached_property
-    def flops(self) -> int:
-        """Return the FLOPs of a step without recompute; causal attention counts half."""
+    def flops(self) -> int | None:
+        """Return the FLOPs of a step without recompute, None where those of an op are not known.
+
+        Causal attention counts half.
+        """
+        if own_ops(self.structure.graph):
+            return None
         batch, seq = self.workload.batch, self.workload.seq
         work = [w for n in self.structure.graph.nodes for w in costs(n, batch=batch, seq=seq).work]
         return sum(w.flops + w.dgrad + w.wgrad for w in work)

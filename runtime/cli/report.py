@@ -48,7 +48,6 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
         rows.append(("skipped steps", f"{summary.skipped:,} (loss or gradients were not finite; no weight changed)"))
     if summary.step_seconds and summary.train_loss is not None:
         predicted, speed, each = plan.predicted, speed_of(plan, summary.step_seconds), device_word(plan)
-        expected = tflops_text(predicted.flops_per_second_per_device)
         rows += [
             ("tokens", f"{summary.tokens:,} in {clock(summary.seconds)}"),
             ("step time", f"{summary.step_seconds:.3f} s (predicted {predicted.step_seconds:.3f} s)"),
@@ -56,9 +55,12 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
                 f"tokens/s/{each}",
                 f"{speed.tokens_per_second:,.0f} (predicted {predicted.tokens_per_second_per_device:,.0f})",
             ),
-            (f"TFLOP/s/{each}", f"{tflops_text(speed.flops_per_second)} (predicted {expected})"),
-            ("MFU", f"{speed.mfu:.1%} (predicted {predicted.mfu:.1%})"),
         ]
+        if speed.flops_per_second is not None and predicted.flops_per_second_per_device is not None:
+            expected = tflops_text(predicted.flops_per_second_per_device)
+            rows.append((f"TFLOP/s/{each}", f"{tflops_text(speed.flops_per_second)} (predicted {expected})"))
+        if speed.mfu is not None:
+            rows.append(("MFU", f"{speed.mfu:.1%} (predicted {predicted.mfu:.1%})"))
         rows += _training_loss(summary, summary.train_loss)
     for name, result in (("held-out", summary.held_out), ("test", summary.test)):
         if result:

@@ -135,14 +135,17 @@ def training_figures(step: StepMetrics, skipped: int) -> list[str]:
 def speed_figures(plan: Plan, steps: list[StepMetrics]) -> list[str]:
     """Return tokens/s, TFLOP/s and MFU of each device, the mean of some steps, and the peak memory."""
     seconds, each = sum(step.seconds for step in steps), device_word(plan)
-    means = [
-        sum(getattr(step, name) * step.seconds for step in steps) / seconds
-        for name in ("tokens_per_second_per_device", "flops_per_second_per_device", "mfu")
-    ]
+
+    def mean(name: str) -> float | None:
+        values = [getattr(step, name) for step in steps]
+        weighted = (value * step.seconds for value, step in zip(values, steps, strict=True))
+        return None if None in values else sum(weighted) / seconds
+
+    flops, mfu = mean("flops_per_second_per_device"), mean("mfu")
     return [
-        f"{means[0]:,.0f} tokens/s/{each}",
-        f"{tflops_text(means[1])} TFLOP/s/{each}",
-        f"MFU {means[2]:.1%}",
+        f"{mean('tokens_per_second_per_device'):,.0f} tokens/s/{each}",
+        *([] if flops is None else [f"{tflops_text(flops)} TFLOP/s/{each}"]),
+        *([] if mfu is None else [f"MFU {mfu:.1%}"]),
         f"memory {nbytes_text(steps[-1].peak_nbytes)}",
     ]
 

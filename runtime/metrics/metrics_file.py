@@ -26,8 +26,8 @@ class StepMetrics:
     tokens: int  # consumed since the first step
     seconds: float
     tokens_per_second_per_device: float
-    flops_per_second_per_device: float  # model FLOPs, as the plan counts them
-    mfu: float
+    flops_per_second_per_device: float | None  # model FLOPs, as the plan counts them; None: unknown
+    mfu: float | None
     peak_nbytes: int  # of the rank with the most, until now
     skipped: bool = False  # loss or gradients were not finite, so no weight has changed
     loss_scale: float | None = None  # of fp16
