@@ -13,7 +13,7 @@ from attrs import field, frozen
 from megaloom.dsl.errors import UserError
 
 from .token_ids import BYTE_IDS
-from .tokenizer import transformers_tokenizer
+from .tokenizer_files import transformers_tokenizer
 
 ASSISTANT = "assistant"
 Message = Mapping[str, Any]

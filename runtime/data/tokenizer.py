@@ -20,19 +20,20 @@ from megaloom.dsl.errors import UserError
 
 from .indexed import smallest_token_type
 from .token_ids import BYTE_IDS, TokenIds
-
-JSON_NAME, MODEL_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
-COPIED = (JSON_NAME, MODEL_NAME, CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-OTHER_FILES = (
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "config.json",
+from .tokenizer_files import (
+    CONFIG_NAME,
+    JSON_NAME,
+    MODEL_NAME,
+    TokenizerFormat,
+    check_readable,
+    class_name,
+    format_of,
+    sentencepiece_file,
+    special_tokens,
+    transformers_json,
 )
-"""Other files from which transformers makes a tokenizer."""
+
+COPIED = (JSON_NAME, MODEL_NAME, CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 END_OF_TEXT = "<|endoftext|>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Names of the token that ends a document, if a tokenizer.json comes without a tokenizer_config.json."""
@@ -140,34 +141,31 @@ def load_tokenizer(source: str) -> TextTokenizer:
     except UserError:
         raise
     except Exception as error:  # the libraries raise bare Exception, RuntimeError, OSError, ValueError and more
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot read the tokenizer {source}: {reason}") from None
+        reason, kind = " ".join(str(error).split()) or type(error).__name__, format_of(path)
+        what = f" as {kind.value}" if kind else ""
+        raise UserError(f"cannot read the tokenizer {source}{what}: {reason}") from None
 
 
 def tokenizer_of(folders: Sequence[Path]) -> str:
-    """Return the first of these folders that has a tokenizer, or "bytes"."""
-    names = (JSON_NAME, MODEL_NAME, CONFIG_NAME)
-    return next((str(f) for f in folders if any((f / name).is_file() for name in names)), BYTE_IDS.name)
+    """Return the first of these folders that has a tokenizer of any format, or "bytes"."""
+    return next((str(f) for f in folders if f.is_dir() and format_of(f)), BYTE_IDS.name)
 
 
 def _load(path: Path) -> TextTokenizer:
-    if path.is_file():
-        return _sentencepiece(path) if path.suffix == ".model" else _json(path.read_text(), path.name, {})
-    if (path / JSON_NAME).is_file():
-        return _json((path / JSON_NAME).read_text(), path.name, _special_tokens(path))
-    config = _special_tokens(path)
-    if (path / MODEL_NAME).is_file() and "tokenizer_class" not in config:
-        return _sentencepiece(path / MODEL_NAME)
-    if not any((path / name).is_file() for name in (*COPIED, *OTHER_FILES)):
+    kind = format_of(path)
+    if kind is None:
         raise UserError(f"no tokenizer in {path}\ngive --tokenizer a folder with {JSON_NAME} or {MODEL_NAME}")
-    return _json(transformers_tokenizer(path).backend_tokenizer.to_str(), path.name, config)
-
-
-def transformers_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a Hugging Face folder as transformers reads it. It runs no code of that folder."""
-    from transformers import AutoTokenizer  # takes seconds
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    check_readable(path, kind)
+    if path.is_file():
+        return _sentencepiece(path) if kind is TokenizerFormat.SENTENCEPIECE else _json(path.read_text(), path.name, {})
+    config = special_tokens(path)
+    if kind is TokenizerFormat.JSON:
+        return _json((path / JSON_NAME).read_text(), path.name, config)
+    if kind is TokenizerFormat.SENTENCEPIECE and "tokenizer_class" not in config:
+        model = sentencepiece_file(path)
+        if model.name == MODEL_NAME or class_name(path) is None:
+            return _sentencepiece(model)
+    return _json(transformers_json(path, kind), path.name, config)
 
 
 def _json(text: str, name: str, config: Mapping[str, Any]) -> JsonTokenizer:
@@ -177,6 +175,7 @@ def _json(text: str, name: str, config: Mapping[str, Any]) -> JsonTokenizer:
     backend.no_truncation()
     backend.no_padding()
     known: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    _check_ids(known, name)
 
     def named(key: str, *guesses: str) -> int | None:
         names = [config[key]] if isinstance(config.get(key), str) else [] if config else guesses
@@ -200,13 +199,18 @@ def _json(text: str, name: str, config: Mapping[str, Any]) -> JsonTokenizer:
     return JsonTokenizer(backend, ids)
 
 
-def _special_tokens(folder: Path) -> dict[str, Any]:
-    """Return the special tokens of a Hugging Face folder by role, and the other settings of its tokenizer."""
-    merged: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", CONFIG_NAME):
-        if (folder / name).is_file():
-            merged |= json.loads((folder / name).read_text())
-    return {k: v["content"] if isinstance(v, dict) and "content" in v else v for k, v in merged.items()}
+def _check_ids(known: Mapping[str, int], name: str) -> None:
+    """Raise UserError for a vocabulary without tokens, or with two tokens of one id."""
+    if not known:
+        raise UserError(f"the tokenizer {name} has no tokens\ncopy its files again")
+    tokens: dict[int, str] = {}
+    for token, id_ in known.items():
+        if (other := tokens.setdefault(id_, token)) is not token:
+            first, second = sorted((other, token))
+            raise UserError(
+                f"the tokenizer {name} has two tokens of the id {id_}: {first!r} and {second!r}\n"
+                "give each token an id of its own, or copy the tokenizer's files again"
+            )
 
 
 def _sentencepiece(path: Path) -> SentencePieceTokenizer:
@@ -229,8 +233,8 @@ def save_tokenizer(source: str, folder: Path) -> None:
         for name in COPIED:
             if (path / name).is_file():
                 shutil.copyfile(path / name, folder / name)
-    elif path.suffix == ".model":
-        shutil.copyfile(path, folder / MODEL_NAME)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        shutil.copyfile(sentencepiece_file(path), folder / MODEL_NAME)
     if isinstance(tokenizer, JsonTokenizer) and not (folder / JSON_NAME).exists():
         tokenizer.backend.save(str(folder / JSON_NAME))
     if isinstance(tokenizer, JsonTokenizer) and not (folder / CONFIG_NAME).exists():

@@ -105,7 +105,7 @@ class BeamSearch:
         """Return the most probable continuations of the running sequences, best first."""
         settings, eos = self.ending.settings, len(self.ending.eos)
         written = [(*search.context, *tokens) for tokens, _ in search.running]
-        scores = penalized(logits.log_softmax(-1), written, settings)
+        scores = penalized(self.ending.with_known(logits).log_softmax(-1), written, settings)
         scores = self.ending.with_forced(scores, len(search.running[0][0]))
         scores = scores + torch.tensor([score for _, score in search.running], device=scores.device)[:, None]
         most = min(max(2, 1 + eos) * settings.num_beams, scores.numel())

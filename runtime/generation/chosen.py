@@ -50,12 +50,14 @@ class Ending:
     """When a sequence ends: at a token, at a text, or at the largest length.
 
     forced: the token with which each sequence begins, and that with which it ends at the largest length, if any.
+    vocab: ids from here on are not in the tokenizer, so they are chosen only if they are forced or end a sequence.
     """
 
     settings: GenerationSettings
     eos: frozenset[int]
     decode: Callable[[tuple[int, ...]], str] = field(repr=False)
     forced: tuple[tuple[int, ...], ...] = ()
+    vocab: int | None = None
 
     def reason(self, tokens: tuple[int, ...]) -> str | None:
         """Return why a sequence ends with these tokens; None if it goes on."""
@@ -70,6 +72,16 @@ class Ending:
         """Return the most tokens of a sequence."""
         assert self.settings.max_new_tokens is not None, "the length is decided before"
         return self.settings.max_new_tokens
+
+    def with_known(self, logits: Tensor) -> Tensor:
+        """Return logits [rows, vocab] with -inf for the ids that the tokenizer does not have."""
+        if self.vocab is None or self.vocab >= logits.shape[1]:
+            return logits
+        kept = [i for i in (*self.eos, *(i for ids in self.forced for i in ids)) if self.vocab <= i < logits.shape[1]]
+        out = logits.clone()
+        out[:, self.vocab :] = -torch.inf
+        out[:, kept] = logits[:, kept]
+        return out
 
     def with_forced(self, scores: Tensor, length: int) -> Tensor:
         """Return scores [rows, vocab] after `length` tokens: only a forced token remains, if there is one."""

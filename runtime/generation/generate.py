@@ -32,6 +32,7 @@ from .batches import Prompt, choosing_rank, write_batch  # noqa: E402
 from .beam_search import BeamSearch  # noqa: E402
 from .chosen import Choice, Chooser, Ending  # noqa: E402
 from .chosen import Sequence as Written  # noqa: E402
+from .prompts import GivenPrompt, Mask, PromptReader  # noqa: E402
 from .sampling import Sampler  # noqa: E402
 from .settings import GenerationSettings  # noqa: E402
 from .text import PromptText, TextStream  # noqa: E402
@@ -67,6 +68,16 @@ class Job:
     eos: frozenset[int] = frozenset()
     forced: tuple[tuple[int, ...], ...] = ()  # the first token, then the last one; each may be empty
     stream: bool = False
+    vocab: int | None = None  # number of ids that the tokenizer knows; None if nobody knows the tokenizer
+    reads_bytes: bool = False  # for want of a tokenizer
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what the user should know before the text: damaged checkpoints, and a tokenizer that is missing."""
+        notes = list(self.trained.checkpoint.notes) if self.trained.checkpoint else []
+        if self.reads_bytes:
+            notes.append(f"{self.trained.folder} has no tokenizer: text is read and written as bytes")
+        return notes
 
     @property
     def batches(self) -> list[int]:
@@ -76,9 +87,10 @@ class Job:
 
 def generate(
     run: str | Path,
-    prompts: str | Sequence[str | Sequence[int]],
+    prompts: str | Sequence[GivenPrompt],
     settings: GenerationSettings | None = None,
     *,
+    attention_mask: Mask | None = None,
     tp: int | None = None,
     pp: int | None = None,
     precision: Precision | None = None,
@@ -92,7 +104,9 @@ def generate(
     """Return what a trained model writes for each prompt: `settings.num_return_sequences` sequences of each, in order.
 
     run: the folder of a run, whose last checkpoint is used, or a Hugging Face folder. prompts: texts, or token ids. For
-    an encoder-decoder they are what the encoder reads. tp, pp: degrees of the layout; None takes the fewest devices on
+    an encoder-decoder they are what the encoder reads. attention_mask: for rows of ids that are padded to one length,
+    0 at padding, which is on the left, or on the right of what an encoder reads; the tokens are those that transformers
+    generates with that mask. tp, pp: degrees of the layout; None takes the fewest devices on
     which the model fits. precision: of weights and activations; None is that of the training. tokenizer: as in
     `megaloom data`; None is that of the run. chat: a prompt is what the user says in the tokenizer's chat template.
     batch_size: prompts that are written together. stream: print a single sequence while it is written.
@@ -101,7 +115,7 @@ def generate(
     Raise UserError for every problem that the user can solve.
     """
     given = [prompts] if isinstance(prompts, str) else list(prompts)
-    asked = Asked(tp, pp, precision, tokenizer, chat, batch_size, stream, averaged)
+    asked = Asked(tp, pp, precision, tokenizer, chat, batch_size, stream, averaged, attention_mask)
     return timed_generate(Path(run), given, settings or GenerationSettings(), asked, timeout=timeout)[0]
 
 
@@ -117,11 +131,12 @@ class Asked:
     batch_size: int = BATCH_SIZE
     stream: bool = False
     averaged: bool = False
+    attention_mask: Mask | None = None
 
 
 def timed_generate(
     run: Path,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[GivenPrompt],
     settings: GenerationSettings,
     asked: Asked,
     *,
@@ -131,25 +146,28 @@ def timed_generate(
     job = make_job(open_trained(run, averaged=asked.averaged), prompts, settings, asked)
     launcher.check(job.layout.world)
     job.trained.check()
-    for note in job.trained.checkpoint.notes if job.trained.checkpoint else ():
+    for note in job.notes:
         print(note, file=sys.stderr)
     ranks = launcher.run(generate_on_rank, (job,), job.layout.world, timeout=timeout)
     written, seconds = next(found for found in ranks if found is not None)
     return generations(job, prompts, written), seconds
 
 
-def make_job(
-    trained: TrainedModel, prompts: Sequence[str | Sequence[int]], settings: GenerationSettings, asked: Asked
-) -> Job:
+def make_job(trained: TrainedModel, prompts: Sequence[GivenPrompt], settings: GenerationSettings, asked: Asked) -> Job:
     """Return the job of all ranks. Raise UserError for a model, prompts or options that cannot be generated from."""
     graph = decoding_graph(trained.graph)
     check_decoding(graph)
     text = PromptText.load(trained.tokenizer if asked.tokenizer is None else asked.tokenizer)
-    if not prompts:
-        raise UserError("there is no prompt\ngive --prompt TEXT, --prompt-file FILE, or text on standard input")
+    known = asked.tokenizer is not None or trained.has_tokenizer
+    reads_text = any(isinstance(prompt, str) for prompt in prompts)
+    if reads_text and not known and trained.is_run:
+        raise UserError(
+            f"{trained.folder} was trained on a dataset that came without a tokenizer, so a text has no tokens\n"
+            "give the tokenizer of the data with --tokenizer"
+        )
+    encoded = PromptReader(text, trained, graph, asked.chat).read(prompts, asked.attention_mask)
     if asked.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {asked.batch_size}")
-    encoded = tuple(_encoded(prompt, text, trained, graph, chat=asked.chat) for prompt in prompts)
     settings = with_length(settings, encoded, graph)
     load = Load(min(asked.batch_size, len(prompts)) * settings.copies, _positions(encoded, settings))
     precision = trained.precision if asked.precision is None else asked.precision
@@ -164,13 +182,16 @@ def make_job(
         eos=frozenset(_eos(settings, trained, text, graph.logits.shape["vocab"].known)),
         forced=(trained.special("forced_bos_token_id"), trained.special("forced_eos_token_id")) if graph.source else (),
         stream=asked.stream and len(prompts) * settings.copies == 1,
+        vocab=text.tokenizer.ids.vocab if known or reads_text else None,
+        reads_bytes=reads_text and not known,
     )
 
 
-def generations(job: Job, prompts: Sequence[str | Sequence[int]], written: Sequence[Written]) -> tuple[Generation, ...]:
+def generations(job: Job, prompts: Sequence[GivenPrompt], written: Sequence[Written]) -> tuple[Generation, ...]:
     """Return sequences with their texts."""
     text, stop = PromptText.load(job.tokenizer), job.settings.stop_strings
-    shown = [prompt if isinstance(prompt, str) else text.decode(prompt) for prompt in prompts]
+    encoded = zip(prompts, job.prompts, strict=True)
+    shown = [given if isinstance(given, str) else text.decode(p.source or p.tokens) for given, p in encoded]
     return tuple(
         Generation(shown[x.prompt], text.written(_without_end(x), stop), x.tokens, x.reason, x.score) for x in written
     )
@@ -194,7 +215,7 @@ def decoder_of(job: Job) -> Decoder:
 def write(job: Job, decoder: Decoder) -> tuple[list[Written], float] | None:
     """Return the sequences and the seconds of writing them, as `generate_on_rank`. Every rank calls it."""
     rank, source, text = torch.distributed.get_rank(), choosing_rank(decoder), PromptText.load(job.tokenizer)
-    ending, found = Ending(job.settings, job.eos, text.decode, job.forced), list[Written]()
+    ending, found = Ending(job.settings, job.eos, text.decode, job.forced, job.vocab), list[Written]()
     stream = TextStream(text, job.settings.stop_strings, _print) if job.stream and rank == 0 else None
 
     def show(choice: Choice) -> None:
@@ -230,31 +251,6 @@ def _chooser(job: Job, ending: Ending, prompts: Sequence[Prompt], first: int) ->
 def _without_end(x: Written) -> tuple[int, ...]:
     """Return the tokens of a sequence without the one that ended it."""
     return x.tokens[:-1] if x.reason == "eos" else x.tokens
-
-
-def _encoded(
-    prompt: str | Sequence[int], text: PromptText, trained: TrainedModel, graph: DecodingGraph, *, chat: bool
-) -> Prompt:
-    """Return the tokens of a prompt. Raise UserError if there are none, or the model does not have one of them."""
-    if isinstance(prompt, str):
-        tokens = text.chat(prompt) if chat else text.encode(prompt)
-    else:
-        tokens = tuple(int(t) for t in prompt)
-    tokens = tokens or trained.special("bos_token_id")[:1]
-    if not tokens:
-        raise UserError(
-            "a prompt is empty, and the tokenizer has no token that begins a text\ngive at least a character"
-        )
-    vocab = graph.logits.shape["vocab"].known
-    if not 0 <= min(tokens) <= max(tokens) < vocab:
-        raise UserError(
-            f"token {max(tokens)} of a prompt is beyond the vocabulary of {graph.graph.name}, {vocab:,} tokens\n"
-            f"give the tokenizer that the model was trained with: --tokenizer (here: {text.name})"
-        )
-    if graph.source is None:
-        return Prompt(tokens)
-    start = trained.special("decoder_start_token_id") or (0,)
-    return Prompt(start[:1], tokens)
 
 
 def with_length(settings: GenerationSettings, prompts: Sequence[Prompt], graph: DecodingGraph) -> GenerationSettings:

@@ -53,7 +53,7 @@ class Sampler:
     def choose(self, logits: Tensor) -> Choice:
         """Return the next token of each row, and drop the rows that end."""
         settings = self.ending.settings
-        logits = penalized(logits, ((*row.context, *row.tokens) for row in self.rows), settings)
+        logits = penalized(self.ending.with_known(logits), ((*row.context, *row.tokens) for row in self.rows), settings)
         logits = self.ending.with_forced(logits, len(self.rows[0].tokens))
         tokens = self._drawn(logits) if settings.do_sample else logits.argmax(-1).tolist()
         parents, going_on = [], []

@@ -16,10 +16,20 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, newest_intact
 from megaloom.runtime.convert.checkpoint_views import checkpoint_tensors
 from megaloom.runtime.convert.run_weights import weights_of
+from megaloom.runtime.data.token_ids import BYTE_IDS
 from megaloom.runtime.data.tokenizer import tokenizer_of
 from megaloom.runtime.megatron import device
 from megaloom.runtime.modules.initial_weights import GivenValues
-from megaloom.runtime.training.run_folder import PLAN_NAME, TOKENIZER_NAME, is_run, no_checkpoint, plan_and_model
+from megaloom.runtime.training.run_folder import (
+    PLAN_NAME,
+    TOKENIZER_NAME,
+    TOKENIZER_OPTION,
+    UNKNOWN_TOKENIZER,
+    is_run,
+    load_options,
+    no_checkpoint,
+    plan_and_model,
+)
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
@@ -56,6 +66,13 @@ class TrainedModel:
         """Return the folder of the tokenizer, or "bytes"."""
         folders = (self.folder / TOKENIZER_NAME, self.folder / KEPT) if self.is_run else (self.folder,)
         return tokenizer_of(folders)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether the tokenizer is known: a folder, or the bytes that a run was trained on."""
+        if self.tokenizer != BYTE_IDS.name or not is_run(self.folder):
+            return self.tokenizer != BYTE_IDS.name or self.is_run
+        return load_options(self.folder).get(TOKENIZER_OPTION) != UNKNOWN_TOKENIZER
 
     def special(self, name: str) -> tuple[int, ...]:
         """Return the ids of a special token, such as eos_token_id, by the Hugging Face files; none if they lack it."""

@@ -43,7 +43,15 @@ from .host_memory import check_host_memory
 from .initial_weights import open_weights
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from .run_data import DataOptions, as_sources, check_keep_best, check_rampup, check_tokenizer, open_data, steps_of
-from .run_folder import TOKENIZER_NAME, check_folder, is_run, load_options, save_run
+from .run_folder import (
+    TOKENIZER_NAME,
+    TOKENIZER_OPTION,
+    UNKNOWN_TOKENIZER,
+    check_folder,
+    is_run,
+    load_options,
+    save_run,
+)
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -182,6 +190,8 @@ def prepare_run(
         "tensorboard_dir": None if watching.tensorboard_dir is None else str(watching.tensorboard_dir.resolve()),
         "wandb": watching.wandb,
     }
+    if corpus.ids != BYTE_IDS and corpus.tokenizer is None:
+        options[TOKENIZER_OPTION] = UNKNOWN_TOKENIZER
     before = load_options(folder) if is_run(folder) else None
     save_run(folder, plan, model, recipe, options)
     return TrainingRun(

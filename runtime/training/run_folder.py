@@ -32,6 +32,8 @@ RUN_VERSION = 1
 MODEL_FILE, PLAN_NAME, OPTIONS_NAME = "model.json", "plan.json", "run.json"
 TOKENIZER_NAME = "tokenizer"
 """Folder of the tokenizer of the run's data. Bytes have none."""
+TOKENIZER_OPTION, UNKNOWN_TOKENIZER = "tokenizer", "unknown"
+"""Field of run.json for data whose tokenizer nobody has named: datasets that Megatron-LM has written."""
 RECIPE_FIELDS = frozenset(f.name for f in fields(Recipe))
 FOREIGN = (
     ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron-LM", ""),

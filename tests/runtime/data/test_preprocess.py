@@ -265,7 +265,7 @@ def test_bad_jsonl_is_named_and_nothing_is_written(
         ({}, r"give one of --tokenizer FILE_OR_FOLDER, --tokenizer bytes, and --train-vocab"),
         ({"tokenizer": "bytes", "train_vocab": 300}, r"give one of --tokenizer"),
         ({"tokenizer": "nowhere"}, r"no tokenizer nowhere\ngive --tokenizer a tokenizer.json, a \*.model"),
-        ({"tokenizer": __file__}, r"cannot read the tokenizer .*test_preprocess.py: "),
+        ({"tokenizer": __file__}, r"cannot read the tokenizer .*test_preprocess.py as tokenizer.json: "),
         (
             {"tokenizer": str(Path(__file__).parent)},
             r"no tokenizer in .*data\ngive --tokenizer a folder with tokenizer.json",

@@ -3,8 +3,10 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 
+from megaloom.runtime.generation.beam_search import BeamSearch
 from megaloom.runtime.generation.chosen import ENDED, Choice, Ending
 from megaloom.runtime.generation.sampling import Sampler
 from megaloom.runtime.generation.settings import GenerationSettings
@@ -61,3 +63,18 @@ def test_forced_tokens_are_first_and_last() -> None:
     chooser = Sampler.of(Ending(settings, frozenset(), str, ((3,), (2,))), [(0,)])
     logits = PROBABILITIES.log()[None]
     assert [chooser.choose(logits).tokens[0] for _ in range(3)] == [3, 0, 2]
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True}, {}, {"num_beams": 2}, {"repetition_penalty": 2.0}])
+def test_ids_beyond_the_tokenizer_are_never_chosen(options: dict[str, Any]) -> None:
+    """Not the most probable ones, nor by beams; a token that ends a sequence is."""
+    settings = GenerationSettings(max_new_tokens=9, **options)
+    logits = torch.tensor([0.0, 0.1, 5.0, 4.0, 3.0]).expand(settings.copies, -1)
+    for eos, allowed in ((frozenset[int](), {0, 1}), (frozenset({4}), {0, 1, 4})):
+        ending = Ending(settings, eos, str, vocab=2)
+        seen = set()
+        for first in range(20 if settings.do_sample else 1):
+            make = BeamSearch.of(ending, [(0,)]) if settings.num_beams > 1 else Sampler.of(ending, [(0,)], first)
+            seen |= {*make.choose(logits).tokens, *(t for x in make.finished for t in x.tokens)}
+        assert seen <= allowed
+        assert (4 in seen) or not eos or settings.num_beams > 1

@@ -1,4 +1,4 @@
-"""Sequences equal those of transformers' `generate`: greedy and beam search, on small models of several families."""
+"""Sequences equal those of transformers' `generate`: greedy, beam search, padded rows; several families."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.runtime.generation.settings import GenerationSettings
 from megaloom.runtime.launch import launcher
@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "long beams": {"num_beams": 4, "length_penalty": 2.0, "early_stopping": "never"},
     "early beams": {"num_beams": 2, "length_penalty": -1.0, "early_stopping": True, "repetition_penalty": 1.2},
 }
+PADDED = "greedy, padded rows with a mask"
 EOS, START, LENGTH = tuple(range(3, 60, 6)), 3, 7
 
 
@@ -41,7 +42,26 @@ def expected_of(name: str, folder: Path) -> Expected:
         eos_token_id=list(EOS), pad_token_id=0, decoder_start_token_id=START, max_new_tokens=LENGTH
     )
     theirs.save_pretrained(folder)
-    return Expected(folder, {setting: sequences_of(theirs, options) for setting, options in SETTINGS.items()})
+    sequences = {setting: sequences_of(theirs, options) for setting, options in SETTINGS.items()}
+    return Expected(folder, {**sequences, PADDED: padded_sequences_of(theirs)})
+
+
+def padded(right: bool) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the prompts padded to one length, and their mask."""
+    longest = max(map(len, PROMPTS))
+    pads = [[0] * (longest - len(p)) for p in PROMPTS]
+    ones = [[1] * len(p) for p in PROMPTS]
+    if right:
+        return [[*p, *x] for p, x in zip(PROMPTS, pads, strict=True)], [a + b for a, b in zip(ones, pads, strict=True)]
+    return [[*x, *p] for p, x in zip(PROMPTS, pads, strict=True)], [b + a for a, b in zip(ones, pads, strict=True)]
+
+
+def padded_sequences_of(theirs: Any) -> list[tuple[int, ...]]:
+    """Return the tokens that transformers generates for the padded prompts together, with their mask."""
+    encodes = theirs.config.is_encoder_decoder
+    rows, mask = map(torch.tensor, padded(right=encodes))
+    written = theirs.generate(rows, attention_mask=mask)[:, 1 if encodes else rows.shape[1] :].tolist()
+    return [tuple(ids[: next((i + 1 for i, token in enumerate(ids) if token in EOS), len(ids))]) for ids in written]
 
 
 def sequences_of(theirs: Any, options: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -65,9 +85,13 @@ def written_on_rank(folders: Sequence[Path], tp: int, pp: int) -> list[dict[str,
     out = []
     for folder in folders:
         found = {}
-        for setting, options in SETTINGS.items():
-            given = GenerationSettings(max_new_tokens=LENGTH, **options)
-            job = make_job(open_trained(folder), PROMPTS, given, Asked(tp, pp, batch_size=2))
+        rows, mask = padded(right=folder.name in ("t5", "bart"))
+        for setting, options in {**SETTINGS, PADDED: {}}.items():
+            given, asked = GenerationSettings(max_new_tokens=LENGTH, **options), Asked(tp, pp, batch_size=2)
+            prompts: Sequence[Sequence[int]] = PROMPTS
+            if setting == PADDED:
+                prompts, asked = rows, evolve(asked, attention_mask=mask)
+            job = make_job(open_trained(folder), prompts, given, asked)
             found[setting] = generate_on_rank(job)
             parallel_state.destroy_model_parallel()
         written = {name: [x.tokens for x in each[0]] for name, each in found.items() if each is not None}

@@ -1,0 +1,85 @@
+"""Findings about data, tokenizers, generation and evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.findings.finding import Verdict, finding, megaloom, passes, refuses
+
+
+def small_model(folder: Path, **options: object) -> Path:
+    """Write a GPT-2 of two layers into a folder as transformers does, without a tokenizer."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 300} | options
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    return folder
+
+
+def with_vocabulary(folder: Path, *, whole: bool) -> Path:
+    """Write a BPE of 270 tokens into a folder, as tokenizer.json or as vocab.json and merges.txt."""
+    from megaloom.runtime.data.tokenizer import train_bpe
+
+    folder.mkdir(exist_ok=True)
+    train_bpe(["the purpose of life is to be"] * 5, 270, folder)
+    if not whole:
+        model = json.loads((folder / "tokenizer.json").read_text())["model"]
+        (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+        (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).unlink()
+    return folder
+
+
+@finding("spotcheck N2", "generate reads a folder with vocab.json and merges.txt as bytes", Verdict.MENDED)
+def vocabulary_files(folder: Path) -> str:
+    found = []
+    for whole in (True, False):
+        model = with_vocabulary(small_model(folder / str(whole)), whole=whole)
+        words = ("--prompt", "the purpose of life is", "--max-new-tokens", "4", "--json")
+        ended = megaloom(folder, "generate", str(model), *words)
+        found.append(json.loads(passes(ended, '"tokens"'))["tokens"])
+    assert found[0] == found[1], found
+    return f"both write {found[0]}"
+
+
+@finding("features D7", "Errors of tokenizers are cut and do not name the format", Verdict.REFUSED)
+def tokenizer_errors(folder: Path) -> str:
+    (folder / "text.txt").write_text("the purpose of life")
+    words = folder / "words"
+    words.mkdir()
+    (words / "vocab.txt").write_text("[UNK]\n[PAD]\n[CLS]\n[SEP]\n[MASK]\nthe\n")
+    bare = with_vocabulary(folder / "bpe", whole=False)
+
+    def said(tokenizer: Path, *message: str) -> str:
+        return refuses(megaloom(folder, "data", "text.txt", "-o", "out", "--tokenizer", str(tokenizer)), *message)
+
+    said(words / "vocab.txt", "is one file of a WordPiece vocabulary (vocab.txt)", "give its folder")
+    said(bare, "is a byte-level BPE (vocab.json, merges.txt)", "tokenizer_config.json")
+    return said(words, "is a WordPiece vocabulary (vocab.txt)", "tokenizer_config.json")
+
+
+@finding("spotcheck N6", "Padded rows of prompts are read as text", Verdict.MENDED)
+def padded_prompts(folder: Path) -> str:
+    from transformers import GPT2LMHeadModel
+
+    from megaloom.dsl.errors import UserError
+    from megaloom.runtime import GenerationSettings, generate
+
+    model = small_model(folder / "model", pad_token_id=1)
+    rows, mask = [[1, 1, 5, 9], [7, 8, 20, 3]], [[0, 0, 1, 1], [1, 1, 1, 1]]
+    settings = GenerationSettings(max_new_tokens=5)
+    ours = [list(x.tokens) for x in generate(model, rows, settings, attention_mask=mask)]
+    import torch
+
+    theirs = GPT2LMHeadModel.from_pretrained(model)
+    expected = theirs.generate(torch.tensor(rows), attention_mask=torch.tensor(mask), max_new_tokens=5)[:, 4:].tolist()
+    assert ours == expected, (ours, expected)
+    with pytest.raises(UserError, match="is padding, and would be read as text"):
+        generate(model, rows, settings)
+    return f"with a mask {ours} as transformers; refused without one"
