@@ -1,8 +1,20 @@
-"""Entry point of `python -m megaloom.runtime.cli`."""
+"""Entry point of the program `megaloom`, and of `python -m megaloom.runtime.cli`."""
 
 import sys
 
-from .main import main
+from megaloom.runtime.launch.stop_signals import until_stopped
+
+
+def main() -> int:
+    """Run the command, and return its exit code. Signals are heard from here on, while the command line is imported."""
+    return until_stopped(_run)
+
+
+def _run() -> int:
+    from .main import main as run
+
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

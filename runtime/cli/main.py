@@ -24,6 +24,7 @@ from megaloom.planner.cli.main import app as planning
 from megaloom.planner.cli.process import run_and_flush
 from megaloom.planner.cli.settings import options_of_settings
 from megaloom.planner.cli.validate import validate
+from megaloom.runtime.launch.stop_signals import until_stopped
 
 from .printing import fail
 from .run_commands import RUN_COMMANDS
@@ -60,6 +61,14 @@ for name, command in {**TRAINING_COMMANDS, **RUN_COMMANDS}.items():
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["plan"]:  # a search takes Ctrl-C itself, and has nothing to save
+        return _run(argv)
+    return until_stopped(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Run the command, and return its exit code. Print errors that the user can correct."""
     try:
         return run_and_flush(lambda: app(argv, exit_on_error=False, print_error=False, result_action="return_value"))
     except CycloptsError as error:

@@ -49,6 +49,7 @@ def train_by_plan(
     save_every: int = SAVE_EVERY,
     evaluate_every: int = EVALUATE_EVERY,
     evaluate_batches: int | None = None,
+    evaluate_all: bool = False,
     keep_last: int = KEEP_LAST,
     keep_best: int = KEEP_BEST,
     async_save: bool | None = None,
@@ -91,7 +92,10 @@ def train_by_plan(
     evaluate_every
         Steps between evaluations on held-out text.
     evaluate_batches
-        Global batches of held-out text that each evaluation reads. [default: 65,536 tokens, and all text at the end]
+        Global batches of held-out text that each evaluation reads. [default: 65,536 tokens, and at the end as many as
+        the run has trained on]
+    evaluate_all
+        Read all held-out text in the evaluation at the end, however long it takes.
     keep_last
         Number of newest checkpoints to keep.
     keep_best
@@ -108,6 +112,7 @@ def train_by_plan(
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
     options |= {"save_every": save_every, "evaluate_every": evaluate_every, "evaluate_batches": evaluate_batches}
+    options["evaluate_all"] = evaluate_all
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     options["distributed_timeout_minutes"] = distributed_timeout_minutes
     arguments = model_arguments(words, settings)

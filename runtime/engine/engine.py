@@ -6,7 +6,7 @@ A step is data step, forward step, loss reduction. The engine neither reads file
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -262,8 +262,19 @@ class Engine:
 
         return samples_of(batch, self.graph, seq, data_step)
 
-    def evaluate_samples(self, samples: Samples, count: int, *, step: HeldOut = "validation") -> EvaluationResult:
-        """Return the mean loss over `count` samples, any number, `samples(0)` to `samples(count - 1)`."""
+    def evaluate_samples(
+        self,
+        samples: Samples,
+        count: int,
+        *,
+        step: HeldOut = "validation",
+        stops: Callable[[int], bool] = lambda done: False,
+    ) -> EvaluationResult:
+        """Return the mean loss over `count` samples, any number, `samples(0)` to `samples(count - 1)`.
+
+        stops: called on every rank after each batch, with the number of samples that are done. Where it returns True,
+        which all ranks must agree on, the evaluation ends, and the result is the mean until there.
+        """
         self.state.set_training(False)
         layout, size = self.plan.layout, self.plan.workload.batch
         whole = count - count % size
@@ -271,8 +282,12 @@ class Engine:
         if count > whole:
             parts.append(self.pipeline.microbatches_of(count - whole, 1, whole))
         with torch.no_grad():
-            totals = [self._run(samples, part, held_out_step(self.steps, step), forward_only=True) for part in parts]
-        return sum(totals, start=self.pipeline.terms.zero(device.current())).evaluation
+            total = self.pipeline.terms.zero(device.current())
+            for i, part in enumerate(parts, 1):
+                total += self._run(samples, part, held_out_step(self.steps, step), forward_only=True)
+                if stops(min(i * size, count)):
+                    break
+        return total.evaluation
 
     def _run(self, samples: Samples, part: MicroBatches, step: Step, *, forward_only: bool) -> LossTotals:
         """Run micro-batches through the pipeline, with the dropout of this step."""

@@ -20,7 +20,6 @@ import pickle
 import signal
 import socket
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ from .rank import Failure, RankContext, Returned
 from .rank_environment import rank_environment, threads_per_rank
 from .rank_errors import RankError, ending_of, hang_text, names_of, only_waited
 from .rendezvous import started_by_launcher
+from .stop_signals import STOPPING, SignalWords, handled, say
 
 END_SECONDS = 2.0
 """Time that ranks have to end by themselves: to report the real error, or to restore the terminal."""
@@ -60,6 +60,7 @@ def run(
     timeout: float | None = None,
     grace: float = END_SECONDS,
     collective_timeout: timedelta = rank.COLLECTIVE_TIMEOUT,
+    words: SignalWords = SignalWords(),  # noqa: B008 (frozen)
 ) -> list[Result]:
     """Call `entry(*args)` on each of `world` ranks of this machine, and return the values in the order of ranks.
 
@@ -68,7 +69,8 @@ def run(
 
     timeout: seconds for the whole call. collective_timeout: time that ranks wait for one another. grace: seconds from a
     first SIGINT, SIGTERM or SIGUSR1, which ranks receive as SIGTERM, to their end; a second signal ends them at once.
-    Ranks receive SIGUSR2 as it is. Raise the first real error of any rank: its UserError, else a RankError.
+    Ranks receive SIGUSR2 as it is; they have it blocked until they unblock it. words: what is said at once to signals.
+    Raise the first real error of any rank: its UserError, else a RankError.
     """
     check(world)
     if not device.gpu_count():
@@ -76,7 +78,7 @@ def run(
     job = pickle.dumps((entry, args))
     with (
         tempfile.TemporaryDirectory(prefix="megaloom-") as folder,
-        _deferred_signals() as caught,
+        _deferred_signals(words) as caught,
         socket.create_server(("127.0.0.1", 0), backlog=4 * world) as server,
         ThreadPoolExecutor(1) as starter,
     ):
@@ -111,19 +113,17 @@ def check(world: int) -> None:
 
 
 @contextlib.contextmanager
-def _deferred_signals() -> Iterator[list[int]]:
+def _deferred_signals(words: SignalWords) -> Iterator[list[int]]:
     """Collect signals for `watch`, instead of raising: an exception while ranks start would leave some behind."""
     caught: list[int] = []
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            if signal.getsignal(number) != signal.SIG_IGN:  # ignored, as under nohup
-                before[number] = signal.signal(number, lambda number, frame: caught.append(number))
-    try:
+
+    def collect(number: int) -> None:
+        stops = any(each != signal.SIGUSR2 for each in caught)
+        say(number, words.save if number == signal.SIGUSR2 else words.again if stops else words.stop)
+        caught.append(number)
+
+    with handled((*STOPPING, signal.SIGUSR2), collect):
         yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @define(eq=False)

@@ -131,15 +131,16 @@ def end_with_parent() -> None:
 def _set_up_signals_and_output(context: RankContext) -> None:
     """Install signal handlers, and redirect output to a log on all ranks but 0.
 
-    Ctrl-C on a terminal reaches every process; only the parent acts on it, and sends SIGTERM.
+    Ctrl-C on a terminal reaches every process; only the parent acts on it, and sends SIGTERM. SIGUSR2 stays blocked: it
+    arrives once a training loop unblocks it.
     """
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _raise_interrupt)
     stack = context.file("stack").open("w")
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
     if context.rank == 0:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # show progress at once in a pipe too

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
@@ -54,6 +54,11 @@ class ProgressDisplay:
         self.start, self.last_shown, self.clock_offset = time.monotonic(), -math.inf, clock_offset()
         self.recent: deque[StepMetrics] = deque(maxlen=AVERAGED_STEPS)
         self.skipped = 0
+        self.evaluation, self.first_part = (
+            (-1, ""),
+            0,
+        )  # step and name of the last evaluation, tokens of its first batch
+        self.evaluation_start = self.evaluation_shown = 0.0
 
     def show_step(self, step: StepMetrics) -> None:
         """Show the metrics of a step that is done, if enough time has passed."""
@@ -64,6 +69,24 @@ class ProgressDisplay:
             self.last_shown = now
             self.draw(step)
             self.name_moved_clock()
+
+    def show_evaluation(self, step: int, name: str, done: int, tokens: int) -> None:
+        """Show how much of an evaluation is done, if enough time has passed since its first batch or the last line."""
+        now = time.monotonic()
+        if self.evaluation != (step, name):
+            self.evaluation, self.first_part, self.evaluation_start = (step, name), done, now
+            self.evaluation_shown = now
+        elif done < tokens and now - self.evaluation_shown >= self.seconds_between:
+            self.evaluation_shown = now
+            left = (tokens - done) * (now - self.evaluation_start) / (done - self.first_part)
+            self.draw_evaluation(f"step {step}  evaluated {done:,} of {tokens:,} {name} tokens{GAP}{clock(left)} left")
+        if done == tokens:
+            self.draw_evaluation("")
+
+    def draw_evaluation(self, text: str) -> None:
+        """Print the line of an evaluation; "" at its end."""
+        if text:
+            self.print(text)
 
     def name_moved_clock(self) -> None:
         """Print how far the clock has moved since the last call, if it has."""
@@ -102,13 +125,18 @@ class LiveDisplay(ProgressDisplay):
 
     def __init__(self, console: Console, plan: Plan, steps: int, live: Live) -> None:
         super().__init__(console, plan, steps)
-        self.live = live
+        self.live, self.drawn = live, Group()
 
     def draw(self, step: StepMetrics) -> None:
         """Redraw the bar and the figures."""
-        self.live.update(self.picture(step), refresh=True)
+        self.drawn = self.picture(step)
+        self.live.update(self.drawn, refresh=True)
 
-    def picture(self, step: StepMetrics) -> RenderableType:
+    def draw_evaluation(self, text: str) -> None:
+        """Redraw the line below the figures, which shows how much of an evaluation is done."""
+        self.live.update(Group(self.drawn, Text(text)) if text else self.drawn, refresh=True)
+
+    def picture(self, step: StepMetrics) -> Group:
         """Return the bar with the step and the times, and two rows of figures."""
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(no_wrap=True)

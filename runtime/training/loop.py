@@ -36,6 +36,7 @@ from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.weight_update import NonFiniteError
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
+from .collected_signals import collected_signals
 from .failures import ended_if_stuck
 from .initial_weights import open_weights, starting_notes
 from .resuming import resume_notes
@@ -43,11 +44,9 @@ from .run_data import empty_validation, sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
 
-def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
-    """Build this rank's part of the model, load the last checkpoint, train, and return the summary.
-
-    `signals` holds the numbers of the signals that asked this rank to stop, as they arrive.
-    """
+def train_on_rank(run: TrainingRun) -> Summary:
+    """Build this rank's part of the model, load the last checkpoint, train, and return the summary."""
+    signals: list[int] = []
     model = planned_model(run.plan)
     resumed = checkpoint.newest_on_ranks(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
@@ -68,7 +67,7 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
             display.print(note)
         if empty := empty_validation(run.corpus, run.options.get("split")):
             display.print(f"no held-out loss: {empty}; give it a larger share, such as --split 90,10")
-        with existing_objects_frozen():
+        with existing_objects_frozen(), collected_signals(signals):
             return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
 
 
@@ -104,6 +103,8 @@ class Loop:
     samples: int = field(init=False)  # training samples consumed
     saved: Path | None = field(init=False)  # the last whole checkpoint
     saver: Saver = field(init=False)
+    stopped: int = field(default=0, init=False)  # the signal that asked any rank to stop
+    save_asked: bool = field(default=False, init=False)  # by SIGUSR2, on any rank
     steps: list[StepMetrics] = field(factory=list, init=False)
     start: float = field(factory=time.monotonic, init=False)
     recorded: RecordedSteps = field(init=False)
@@ -136,30 +137,28 @@ class Loop:
         for line in resume_notes(self.resumed, run, engine.recipe) if self.resumed else ():
             self.display.print(line)
         self.saver.remove_unfinished()
-        held_out, test, stopped = None, None, 0
-        validation = run.corpus.validation
-        while engine.done < run.recipe.steps and not stopped:
+        while engine.done < run.recipe.steps and not self.stopped:
             with ended_if_stuck():
                 self._train_step()
-            last = engine.done == run.recipe.steps
-            stopped, save_asked = self._agreed_signals()
-            stopped = 0 if last else stopped
-            saves = engine.done % run.save_every == 0 or last or stopped or save_asked
-            evaluates = (engine.done % run.evaluate_every == 0 and not last) or (saves and run.retention.best)
-            result = None
-            if validation and evaluates and not stopped:
-                result = self._evaluate(validation, "held-out")
-            if saves:
-                self._save(result)
-            if save_asked:
-                self.display.print(f"step {self.engine.done}  saving a checkpoint, as SIGUSR2 asks")
-        self._finish_save()
+            self._look_at_signals()
+            self._evaluate_and_save()
+        self._finish_save()  # before the evaluation at the end, which may be stopped
         self.saver.close()
-        if not stopped and validation:
-            held_out = self._evaluate(validation, "held-out", last=True)
-        if not stopped and run.corpus.test:
-            test = self._evaluate(run.corpus.test, "test", last=True)
-        return self._summary(held_out, test, stopped)
+        held_out = self._evaluate(run.corpus.validation, "held-out", last=True)
+        test = self._evaluate(run.corpus.test, "test", last=True)
+        return self._summary(held_out, test)
+
+    def _evaluate_and_save(self) -> None:
+        """Evaluate and save after a step, where it is time for that or a signal asks for it."""
+        run, done, last = self.run, self.engine.done, self.engine.done == self.run.recipe.steps
+        due = done % run.save_every == 0 or last
+        evaluates = (done % run.evaluate_every == 0 and not last) or (run.retention.best and (due or self.save_asked))
+        result = self._evaluate(run.corpus.validation, "held-out") if evaluates else None
+        if due or self.save_asked or self.stopped:
+            self._save(result)
+        if self.save_asked:
+            self.display.print(f"step {done}  saving a checkpoint, as SIGUSR2 asks")
+            self.save_asked = False
 
     def _train_step(self) -> None:
         workload, first = self.run.plan.workload, self.samples
@@ -203,28 +202,42 @@ class Loop:
         advice = f"try a --lr below {self.run.recipe.lr:g}, another --seed, or skip such steps with --skip-non-finite"
         return f"this step is not saved ({saved}); {advice}"
 
-    def _evaluate(self, part: DataPart, name: str, *, last: bool = False) -> EvaluationResult:
+    def _evaluate(self, part: DataPart | None, name: str, *, last: bool = False) -> EvaluationResult | None:
         """Return the loss on a part of the data, or on samples of it, which are the same in each evaluation.
 
-        last: at the end of the run. That evaluation runs the user's test_step: on the test part, or on the held-out
-        data if there is no test part. The others run validation_step.
+        None if there is no such part, or a signal has asked to stop. last: at the end of the run. That evaluation runs
+        the user's test_step: on the test part, or on the held-out data if there is no test part. The others run
+        validation_step.
         """
+        if not part or self.stopped:
+            return None
         seq = self.maker.length - 1
-        samples = self.run.evaluation_samples(part, seq, last=last)
-        whole = last and samples == part.held_out_samples(seq)
-        if samples > self.run.evaluation_samples(part, seq, last=False):
-            self.display.print(f"evaluating all {samples * seq:,} {name} tokens")
+        available, samples = part.held_out_samples(seq), self.run.evaluation_samples(part, seq)
+        if last:
+            samples = self.run.last_evaluation_samples(part, seq, trained=self.samples)
+            self.display.print(self.run.extent_text(part, seq, samples))
         is_last = name == "test" or (last and not self.run.corpus.test)
         result = self.engine.evaluate_samples(
             lambda i: self._sample(part.held_out_sample(i, seq=seq), i, 0),
             samples,
             step="test" if is_last else "validation",
+            stops=lambda done: self._stops_evaluation(name, done * seq, samples * seq),
         )
+        if self.stopped:
+            return None
         event = "test" if name == "test" else "evaluation"
         self.metrics.write(event, step=self.engine.done, **asdict(result), perplexity=result.perplexity)
-        count = f"{'all ' if whole else ''}{result.tokens:,} {self.maker.counted_word}"
+        count = f"{'all ' if last and samples == available else ''}{result.tokens:,} {self.maker.counted_word}"
         self.display.print(f"step {self.engine.done}  {name} {loss_text(result, self.maker.unit)} ({count})")
         return result
+
+    def _stops_evaluation(self, name: str, done: int, tokens: int) -> bool:
+        """Show the progress of an evaluation, and return whether a signal has asked to stop."""
+        self._look_at_signals()
+        self.display.show_evaluation(self.engine.done, name, done, tokens)
+        if self.stopped:
+            self.display.print(f"step {self.engine.done}  stopped after {done:,} of {tokens:,} {name} tokens")
+        return bool(self.stopped)
 
     def _training_sample(self, i: int) -> Sample:
         """Return sample i of training."""
@@ -254,8 +267,8 @@ class Loop:
             seconds, stall = saved.seconds, saved.stall_seconds
             self.metrics.write("checkpoint", step=saved.manifest.step, seconds=seconds, stall_seconds=stall)
 
-    def _agreed_signals(self) -> tuple[int, bool]:
-        """Return the signal that asked any rank to stop, or 0; and True if SIGUSR2 asked any rank to save.
+    def _look_at_signals(self) -> None:
+        """Note a signal that asked any rank to stop, and whether SIGUSR2 asked any rank to save. All ranks agree.
 
         Signals may reach ranks at different steps, or not. A checkpoint that all ranks have written meanwhile is
         finished.
@@ -268,9 +281,9 @@ class Loop:
             self.signals.remove(signal.SIGUSR2)
         if not numbers[2]:
             self._finish_save()
-        return int(numbers[0]), bool(numbers[1])
+        self.stopped, self.save_asked = int(numbers[0]), self.save_asked or bool(numbers[1])
 
-    def _summary(self, held_out: EvaluationResult | None, test: EvaluationResult | None, stopped: int) -> Summary:
+    def _summary(self, held_out: EvaluationResult | None, test: EvaluationResult | None) -> Summary:
         assert self.saved, "a run ends with a checkpoint"
         validation = self.run.corpus.validation if self.maker.objective.predicts_text else None
         entropy = validation.unigram_entropy() if validation else None
@@ -280,7 +293,7 @@ class Loop:
         return Summary(
             step=self.engine.done,
             resumed=self.resumed.manifest.step if self.resumed else None,
-            stopped=stopped,
+            stopped=self.stopped,
             skipped=sum(step.skipped for step in self.steps),
             tokens=(self.samples - self._samples()) * self.run.plan.workload.seq,
             seconds=time.monotonic() - self.start,

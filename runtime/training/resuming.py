@@ -10,7 +10,10 @@ from megaloom.runtime.optimizer.recipe import Recipe
 
 from .training_run import TrainingRun
 
-SAVING = ("split", "save_every", "evaluate_every", "evaluate_batches", "keep_last", "keep_best", "async_save")
+SAVING = (
+    *("split", "save_every", "evaluate_every", "evaluate_batches", "evaluate_all"),
+    *("keep_last", "keep_best", "async_save"),
+)
 """Options of data and checkpoints that a resumed run may change. Other data are found by their digest."""
 
 

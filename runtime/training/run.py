@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -38,6 +37,7 @@ from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
+from .collected_signals import WHILE_TRAINING
 from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_advice
 from .host_memory import check_host_memory
 from .initial_weights import open_weights
@@ -69,6 +69,7 @@ def train(
     save_every: int = 100,
     evaluate_every: int = 100,
     evaluate_batches: int | None = None,
+    evaluate_all: bool = False,
     retention: Retention = Retention(),  # noqa: B008 (frozen)
     asynchronous_saves: bool | None = None,
     steps: object = None,
@@ -84,8 +85,8 @@ def train(
     `Steps`, of a class that every process can import. weights: a Hugging Face folder or a checkpoint of
     Megatron-LM with the initial weights, of which each rank reads its shards.
 
-    evaluate_batches: global batches of held-out text that each evaluation reads. By default 65,536 tokens, and all
-    of it at the end.
+    evaluate_batches: global batches of held-out text that each evaluation reads. By default 65,536 tokens, and at the
+    end as many as the run has trained on. evaluate_all: at the end all of it.
 
     retention: the checkpoints that are kept. asynchronous_saves: copy the state to host memory and train on while it is
     written. By default on GPUs only: on CPU the copy would be in the memory that the plan counts. watching: the step
@@ -101,7 +102,10 @@ def train(
     new = not folder.exists()
 
     def prepared() -> TrainingRun:
-        data, every = DataOptions(as_sources(source), split, epochs), (save_every, evaluate_every, evaluate_batches)
+        data, every = (
+            DataOptions(as_sources(source), split, epochs),
+            (save_every, evaluate_every, evaluate_batches, evaluate_all),
+        )
         with _removed_if_refused(folder, new):
             return prepare_run(
                 plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves, watching
@@ -113,6 +117,7 @@ def train(
         given |= {"save_every": save_every, "evaluate_every": evaluate_every, "async_save": asynchronous_saves}
         given |= {
             "evaluate_batches": evaluate_batches,
+            "evaluate_all": evaluate_all,
             "keep_last": retention.last,
             "keep_best": retention.best,
             **asdict(watching),
@@ -122,7 +127,12 @@ def train(
             return _train_as_rank(prepared, folder, new)
     with locked(folder), advice_if_rank_failed(folder):
         return launcher.run(
-            on_rank, (prepared(),), plan.layout.world, grace=SAVE_SECONDS, collective_timeout=distributed_timeout
+            on_rank,
+            (prepared(),),
+            plan.layout.world,
+            grace=SAVE_SECONDS,
+            collective_timeout=distributed_timeout,
+            words=WHILE_TRAINING,
         )[0]
 
 
@@ -134,6 +144,7 @@ def prepare_run(
     save_every: int,
     evaluate_every: int,
     evaluate_batches: int | None,
+    evaluate_all: bool,
     retention: Retention,
     steps: object = None,
     weights: Path | None = None,
@@ -150,6 +161,10 @@ def prepare_run(
     ):
         if every is not None and every < 1:
             raise UserError(f"--{name} must be at least 1, got {every}")
+    if evaluate_all and evaluate_batches is not None:
+        raise UserError(
+            f"--evaluate-all and --evaluate-batches {evaluate_batches} exclude each other\ngive one of them"
+        )
     check_rampup(recipe, plan)
     watching.check_packages()
     if not started_by_launcher():
@@ -183,6 +198,7 @@ def prepare_run(
         "save_every": save_every,
         "evaluate_every": evaluate_every,
         "evaluate_batches": evaluate_batches,
+        "evaluate_all": evaluate_all or None,
         "keep_last": retention.last,
         "keep_best": retention.best,
         "async_save": asynchronous_saves,
@@ -202,6 +218,7 @@ def prepare_run(
         save_every=save_every,
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
+        evaluate_all=evaluate_all,
         retention=retention,
         asynchronous_saves=bool(device.gpu_count()) if asynchronous_saves is None else asynchronous_saves,
         steps=steps,
@@ -244,8 +261,8 @@ def on_rank(run: TrainingRun) -> Summary:
     """Train on this rank, and return the summary, which is equal on all ranks."""
     from .loop import train_on_rank  # imports megatron-core, which the process that only starts ranks does not need
 
-    with _collected_signals() as signals, memory_and_disk_advice(run):
-        return train_on_rank(run, signals)
+    with memory_and_disk_advice(run):
+        return train_on_rank(run)
 
 
 def locked(folder: Path) -> AbstractContextManager[None]:
@@ -278,16 +295,3 @@ def _train_as_rank(prepared: Callable[[], TrainingRun], folder: Path, new: bool)
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return on_rank(run[0])
-
-
-@contextmanager
-def _collected_signals() -> Iterator[list[int]]:
-    """Collect the signals that ask this rank to save or to stop, instead of interrupting a step."""
-    signals: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGUSR2, *((signal.SIGINT, signal.SIGUSR1) if started_by_launcher() else ()))
-    before = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in numbers}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

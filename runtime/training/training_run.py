@@ -21,7 +21,7 @@ RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""
 
 EVALUATION_TOKENS = 65536
-"""Most held-out tokens that an evaluation during training reads by default. The one at the end reads all."""
+"""Most held-out tokens that an evaluation during training reads by default."""
 
 
 @frozen(kw_only=True)
@@ -34,7 +34,10 @@ class TrainingRun:
     folder: Path
     save_every: int  # steps
     evaluate_every: int  # steps
-    evaluate_batches: int | None = None  # of each evaluation; None: EVALUATION_TOKENS, and all at the end
+    evaluate_batches: int | None = (
+        None  # of each evaluation; None: EVALUATION_TOKENS, and at the end as many as trained
+    )
+    evaluate_all: bool = False  # the evaluation at the end reads all
     retention: Retention = field(factory=Retention)
     asynchronous_saves: bool = False  # training goes on while a checkpoint is written
     steps: object = None  # with any of the methods of `Steps`
@@ -43,15 +46,38 @@ class TrainingRun:
     options_before: Mapping[str, Any] | None = None  # of run.json, if the folder had one
     options: Mapping[str, Any] = field(factory=dict)  # of data and checkpoints
 
-    def evaluation_samples(self, part: DataPart, seq: int, *, last: bool) -> int:
-        """Return the number of samples of an evaluation on a part of the data.
+    def evaluation_samples(self, part: DataPart, seq: int) -> int:
+        """Return the number of samples of an evaluation during training on a part of the data.
 
-        seq: the tokens of text that each sample moves on by. last: at the end of the run.
+        seq: the tokens of text that each sample moves on by.
+        """
+        limit = max(1, EVALUATION_TOKENS // seq)
+        if self.evaluate_batches is not None:
+            limit = self.evaluate_batches * self.plan.workload.batch
+        return min(part.held_out_samples(seq), limit)
+
+    def last_evaluation_samples(self, part: DataPart, seq: int, *, trained: int) -> int:
+        """Return the number of samples of the evaluation at the end, after training on `trained` samples.
+
+        By default no more than those: a forward pass takes less time than a training step, and the number does not
+        depend on the machine's speed.
         """
         available = part.held_out_samples(seq)
+        if self.evaluate_all:
+            return available
         if self.evaluate_batches is not None:
-            return min(available, self.evaluate_batches * self.plan.workload.batch)
-        return available if last else min(available, max(1, EVALUATION_TOKENS // seq))
+            return self.evaluation_samples(part, seq)
+        return min(available, trained)
+
+    def extent_text(self, part: DataPart, seq: int, samples: int) -> str:
+        """Return a line on how much of a part of the data the evaluation at the end reads."""
+        available, name = part.held_out_samples(seq), "test" if part is self.corpus.test else "held-out"
+        if samples == available:
+            return f"evaluating all {samples * seq:,} {name} tokens"
+        of = f"{samples * seq:,} of {available * seq:,} {name} tokens"
+        if self.evaluate_batches is not None:
+            return f"evaluating {of} (--evaluate-batches {self.evaluate_batches})"
+        return f"evaluating {of}, as many as the run has trained on; --evaluate-all reads all"
 
 
 @frozen(kw_only=True)
@@ -67,7 +93,7 @@ class Summary:
     step_seconds: float | None  # median
     train_loss: float | None  # mean of the last steps
     train_terms: Mapping[str, float]  # of these steps, as in `StepResult`
-    held_out: EvaluationResult | None  # of all held-out data; None if stopped or nothing is held out
+    held_out: EvaluationResult | None  # at the end, on held-out data; None if stopped or nothing is held out
     test: EvaluationResult | None = None  # of the test part
     unigram_entropy: float | None  # of the held-out text, nats per token; None if the model predicts no tokens
     unit: str = "nats per token"  # of the loss

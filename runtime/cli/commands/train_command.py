@@ -75,8 +75,8 @@ def run_train(
     """Train a model or a plan, and return the exit code.
 
     arguments: those of the model's function. load_options: seq, batch, precision, devices; None if not given. options:
-    data, split, epochs, out, save_every, evaluate_every, evaluate_batches, keep_last, keep_best, async_save,
-    distributed_timeout_minutes, weights.
+    data, split, epochs, out, save_every, evaluate_every, evaluate_batches, evaluate_all, keep_last, keep_best,
+    async_save, distributed_timeout_minutes, weights.
     """
     minutes = options["distributed_timeout_minutes"]
     if not 0 < minutes < 1e6:
@@ -94,7 +94,7 @@ def run_train(
     plan, folder = agreed(chosen) if started_by_launcher() else chosen()
     note = differences(plan.environment, current_environment())
     print_on_first_rank(plan_report(plan), *([note] if note else []))
-    every = {name: options[name] for name in ("save_every", "evaluate_every", "evaluate_batches")}
+    every = {name: options[name] for name in ("save_every", "evaluate_every", "evaluate_batches", "evaluate_all")}
     try:
         data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
         retention = Retention(options["keep_last"], options["keep_best"])
@@ -251,7 +251,7 @@ def _command(model: str, options: Mapping[str, Any]) -> str:
     """Return the command line with the options that differ from the defaults."""
     defaults = {**asdict(DEFAULT_RECIPE), "data": (STANDARD_LIBRARY,), "split": None, "out": None, "steps": None}
     defaults |= {"save_every": SAVE_EVERY, "evaluate_every": EVALUATE_EVERY}
-    defaults |= {"keep_last": KEEP_LAST, "keep_best": KEEP_BEST, "set": ()}
+    defaults |= {"evaluate_all": False, "keep_last": KEEP_LAST, "keep_best": KEEP_BEST, "set": ()}
     flags = [part for name, value in options.items() if value != defaults.get(name) for part in _flag(name, value)]
     return shlex.join([*_program(), "train", *([] if model == DEFAULT_MODEL else [model]), *flags])
 

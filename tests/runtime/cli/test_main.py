@@ -133,7 +133,9 @@ def test_stopped_it_saves_and_goes_on_from_there(number: signal.Signals, text: P
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + number
     saved = re.fullmatch(
-        r"megaloom: stopped; (runs/byte-llama/step-0*(\d+)) is saved; the same command continues from it\n", err
+        rf"megaloom: {number.name} heard; the run stops after this step or batch, and saves; a second signal .*\n"
+        r"megaloom: stopped; (runs/byte-llama/step-0*(\d+)) is saved; the same command continues from it\n",
+        err,
     )
     assert saved, err
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
@@ -157,7 +159,45 @@ def test_asked_to_save_it_saves_and_goes_on(text: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + signal.SIGUSR1
+    assert "SIGUSR2 heard; the run saves after this step, and goes on" in err
     assert saved[0].name not in err
+
+
+def handles(process: subprocess.Popen[str], number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
+
+
+def test_while_it_starts_it_hears_signals(text: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megaloom.runtime.cli", "train", f"{MODELS}:byte_llama", "--data", str(text)]
+    process = subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not handles(process, signal.SIGUSR2):
+        assert process.poll() is None
+    process.send_signal(signal.SIGUSR2)
+    assert process.stderr
+    assert "SIGUSR2 heard; ignored" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (143, "megaloom: SIGTERM heard; stopping\n")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_evaluation_at_the_end_stops_between_batches(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("".join(f"{i} " for i in range(10**6)))
+    train = ("train", f"{MODELS}:byte_llama", "--data", "text", *SMALL, "--steps", 1)
+    process = start(*train, "--evaluate-all", cwd=tmp_path)
+    assert process.stdout
+    next(line for line in process.stdout if line.startswith("evaluating all "))
+    assert list(tmp_path.glob("runs/*/step-000001"))  # saved before
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 143
+    assert re.search(r"step 1  stopped after [\d,]+ of [\d,]+ held-out tokens", out), out
+    assert "stopped; runs/byte-llama/step-000001 is saved; the same command continues from it" in err
+    short = run(*train, cwd=tmp_path)
+    assert re.search(r"evaluating 128 of \d\d\d,\d{3} held-out tokens, as many as the run has trained on", short.stdout)
+    assert "over 128 held-out tokens" in short.stdout
 
 
 def test_its_reader_leaves_and_it_saves(text: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_hugging_face_model_is_tuned_on_conversations(tmp_path: Path, capfd: p
     train += ["--devices", "1", "--seq", "256", "--batch", "2", "--steps", "2"]
     assert main(train) == 2
     assert "give --set conversations=true for a Hugging Face config.json, or declare" in capfd.readouterr().err
-    assert main([*train, "--set", "conversations=true"]) == 0
+    assert main([*train, "--set", "conversations=true", "--evaluate-all"]) == 0
     said = " ".join(capfd.readouterr().out.split())
     assert "--set conversations=true" in said[said.index("to train further") :]
     kept = sum(open_indexed(chats).mask[open_indexed(chats).start(16) :])  # of the last fifth of the documents

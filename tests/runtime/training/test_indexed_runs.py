@@ -60,8 +60,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, blend: list[str], plan_of
     """A run of four steps that saved every second, over two data-parallel processes."""
     folder = tmp_path_factory.mktemp("run")
     plan = plan_of("byte_llama", Layout(dp=2))
-    split = "94,4,2"
-    return folder, train(plan, RECIPE, folder=folder, source=blend, split=split, save_every=2, evaluate_every=3)
+    every = {"save_every": 2, "evaluate_every": 3, "evaluate_all": True}
+    return folder, train(plan, RECIPE, folder=folder, source=blend, split="94,4,2", **every)
 
 
 def test_a_run_on_a_blend_is_evaluated_on_both_other_parts(

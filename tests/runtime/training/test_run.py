@@ -45,9 +45,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def finished(tmp_path_factory: pytest.TempPathFactory, text: str, plan_of) -> tuple[Path, Summary]:
     """A run of six steps that saved every third, over two data-parallel processes."""
     folder = tmp_path_factory.mktemp("run")
-    return folder, train(
-        plan_of("byte_llama", Layout(dp=2)), RECIPE, folder=folder, source=text, save_every=3, evaluate_every=4
-    )
+    every = {"save_every": 3, "evaluate_every": 4, "evaluate_all": True}
+    return folder, train(plan_of("byte_llama", Layout(dp=2)), RECIPE, folder=folder, source=text, **every)
 
 
 def test_a_run_tells_what_it_came_to(finished: tuple[Path, Summary]) -> None:
@@ -84,7 +83,7 @@ def test_resumed_under_any_layout_it_computes_the_same(
 ) -> None:
     folder = shutil.copytree(finished[0], tmp_path / "run")
     shutil.rmtree(folder / "step-000006")
-    done = train(plan_of("byte_llama", layout), RECIPE, folder=folder, source=text)
+    done = train(plan_of("byte_llama", layout), RECIPE, folder=folder, source=text, evaluate_all=True)
     assert done.resumed == 3
     assert curve(folder) == pytest.approx(curve(finished[0]), abs=1e-5)
     assert done.held_out.loss == pytest.approx(finished[1].held_out.loss, abs=1e-5)
@@ -103,7 +102,8 @@ def test_a_finished_run_is_evaluated_again(finished: tuple[Path, Summary], text:
     assert again.held_out.tokens == 2 * 4 * 32 < first.held_out.tokens
     output = capfd.readouterr().out
     assert "resumed from the finished run" in output
-    assert "options: evaluate-every was 4, is now 100, evaluate-batches was not given, is now 2\n" in output
+    assert "options: evaluate-every was 4, is now 100, evaluate-batches was not given, is now 2" in output
+    assert "evaluate-all was true, is now not given\n" in output
 
 
 def test_a_model_beyond_the_memory_of_a_host_is_refused(plan_of, monkeypatch: pytest.MonkeyPatch) -> None:
