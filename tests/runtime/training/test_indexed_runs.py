@@ -104,7 +104,8 @@ def test_resumed_under_another_layout_it_reads_the_same_samples(
 ) -> None:
     folder = shutil.copytree(finished[0], tmp_path / "run")
     shutil.rmtree(folder / "step-000004")
-    done = train(plan_of("byte_llama", Layout(tp=2)), RECIPE, folder=folder, source=blend, split="94,4,2")
+    options = {"split": "94,4,2", "evaluate_all": True}
+    done = train(plan_of("byte_llama", Layout(tp=2)), RECIPE, folder=folder, source=blend, **options)
     assert done.resumed == 2
     assert curve(folder) == pytest.approx(curve(finished[0]), abs=1e-5)
     assert done.test.loss == pytest.approx(finished[1].test.loss, abs=1e-5)
