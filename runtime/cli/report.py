@@ -155,12 +155,22 @@ def comparison_report(comparison: Comparison, plan: Plan) -> RenderableType:
         Text(f"{plan.model} under {plan.layout}, compared with a single process\n"),
         table,
         *([_differing_gradients(comparison)] if comparison.differing else []),
+        *([Text(_zeroed(comparison.without_dropout))] if comparison.without_dropout else []),
         Text(
             f"\n{'passed' if comparison.agrees else 'FAILED'}: losses differ by at most {comparison.loss_error:.1e}, "
             f"gradient norms by {comparison.norm_error:.1e}, the gradients of {len(comparison.gradients)} weights by "
             f"{comparison.gradient_error:.1e} of their largest element; "
             f"the tolerance for {plan.workload.precision} over {device.backend()} is {comparison.tolerance:.0e}"
         ),
+    )
+
+
+def _zeroed(nodes: tuple[str, ...]) -> str:
+    """Return which dropout both runs had set to 0."""
+    more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+    return (
+        f"\ndropout of fused attention and of experts was set to 0 in both runs ({nodes[0]}{more}): its masks depend "
+        "on the layout"
     )
 
 

@@ -19,12 +19,9 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from megaloom.dsl import Attend, Drop, Split
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph, Model, graph
-from megaloom.dsl.node import primitives
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, Stage
 from megaloom.planner.contract.workload import Precision
@@ -32,10 +29,10 @@ from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.reference.dropout import dropout_rate
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .host_memory import check_host_memory
+from .layout_dropout import layout_dropout, without_dropout
 
 if TYPE_CHECKING:
     from megaloom.runtime.engine.engine import Engine
@@ -87,6 +84,7 @@ class Comparison:
     reference: Curve
     tolerance: float
     gradients: tuple[GradientDifference, ...] = ()  # in the order of the model
+    without_dropout: tuple[str, ...] = ()  # nodes whose dropout was set to 0
 
     @property
     def loss_error(self) -> float:
@@ -135,7 +133,7 @@ def compare(
 
     First the gradient of each weight in the first step, then losses and gradient norms of all steps.
 
-    Raise UserError for a model with dropout whose masks depend on the layout, unless a reference is given.
+    Dropout whose masks depend on the layout is set to 0, unless a reference is given. Other dropout stays.
     """
     model = planned_model(plan)
     check_plan(plan, model)
@@ -143,18 +141,15 @@ def compare(
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
     check_host_memory(plan, "verify")
-    if reference is None and plan.layout.world > 1 and (node := first_layout_dropout(model, plan.layout)):
-        raise UserError(
-            f"cannot verify a model with dropout in fused attention or in experts ({node}): its masks depend on the "
-            "layout\nset this dropout to 0 and verify that model; other dropout has equal masks under every layout"
-        )
+    dropping = () if reference or plan.layout.world == 1 else layout_dropout(model, plan.layout)
     with tempfile.TemporaryDirectory(prefix="megaloom-verify-") as folder:
         file = Path(folder) / "gradients.pt"
-        planned = launcher.run(short_run, (plan, steps, seed, file), plan.layout.world, timeout=timeout)[0]
+        planned = launcher.run(short_run, (plan, steps, seed, file, dropping), plan.layout.world, timeout=timeout)[0]
         other = reference or single_process(plan, model)
-        arguments = (other, steps, seed, file)
+        arguments = (other, steps, seed, file, dropping)
         expected, gradients = launcher.run(reference_run, arguments, other.layout.world, timeout=timeout)[0]
-    return Comparison(planned, expected, tolerance(plan.workload.precision) if within is None else within, gradients)
+    within = tolerance(plan.workload.precision) if within is None else within
+    return Comparison(planned, expected, within, gradients, dropping)
 
 
 def single_process(plan: Plan, model: Model) -> Plan:
@@ -169,21 +164,6 @@ def single_process(plan: Plan, model: Model) -> Plan:
         params=0,
     )
     return evolve(plan, layout=Layout(micro_batch=plan.layout.micro_batch, vocab_multiple=1), stages=(whole,))
-
-
-def first_layout_dropout(model: Model, layout: Layout) -> str | None:
-    """Return the name of the first node with dropout whose masks depend on the layout; None if there is none.
-
-    These are the dropout of fused attention, and that of the copies of a layer, such as experts.
-    """
-    splits = layout.split, Split()
-    for node in graph(model).nodes:
-        for v, _, outer in primitives(node.value):
-            if isinstance(v.op, Drop | Attend) and outer and dropout_rate(v.op):
-                return node.name
-            if isinstance(v.op, Attend) and v.op.dropout and any(runs_as_module(node, split) for split in splits):
-                return node.name
-    return None
 
 
 @frozen(eq=False)
@@ -226,20 +206,22 @@ class ShortRun:
         return Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results))
 
 
-def short_run(plan: Plan, steps: int, seed: int, file: Path | None = None) -> Curve:
+def short_run(plan: Plan, steps: int, seed: int, file: Path | None = None, dropping: tuple[str, ...] = ()) -> Curve:
     """Train the plan's model for a few steps on this rank, on random tokens that do not depend on the layout.
 
-    With a file, rank 0 first writes the gradients of the first step into it.
+    With a file, rank 0 first writes the gradients of the first step into it. dropping: see `without_dropout`.
     """
-    run = ShortRun.of(plan, planned_model(plan), steps, seed)
+    run = ShortRun.of(plan, without_dropout(planned_model(plan), dropping), steps, seed)
     if file is not None and (gradients := run.gradients()) is not None:
         torch.save({name: (g.value, g.disagreement) for name, g in gradients.items()}, file)
     return run.curve(steps)
 
 
-def reference_run(plan: Plan, steps: int, seed: int, file: Path) -> tuple[Curve, tuple[GradientDifference, ...]]:
+def reference_run(
+    plan: Plan, steps: int, seed: int, file: Path, dropping: tuple[str, ...]
+) -> tuple[Curve, tuple[GradientDifference, ...]]:
     """Train as `short_run` does, and return the differences of the gradients in a file; rank 0 has them."""
-    run = ShortRun.of(plan, planned_model(plan), steps, seed)
+    run = ShortRun.of(plan, without_dropout(planned_model(plan), dropping), steps, seed)
     expected = run.gradients()
     noise = run.noise(expected)
     differences: tuple[GradientDifference, ...] = ()

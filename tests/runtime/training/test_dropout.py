@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megaloom.dsl import MLP, Attention, Dim, Dropout, Embed, Model, MoE, Unembed, graph, ids, model, weight
+from megaloom.dsl import MLP, Attention, Dim, Dropout, Embed, Model, MoE, Split, Unembed, graph, ids, model, weight
 from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
@@ -18,6 +19,7 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
+from megaloom.runtime.training.layout_dropout import layout_dropout, without_dropout
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
 from tests.support.parity.rank_pool import Case, check, run_cases
@@ -99,7 +101,14 @@ def lm(layer: Any) -> Model:
     ids=str,
 )
 def test_dropout_that_depends_on_the_layout(layer: Any, node: str | None) -> None:
-    assert verify.first_layout_dropout(lm(layer), Layout(tp=2)) == node
+    declared, layout = lm(layer), Layout(tp=2)
+    assert layout_dropout(declared, layout) == ((node,) if node else ())
+    zeroed = without_dropout(declared, layout_dropout(declared, layout))
+    assert layout_dropout(zeroed, layout) == ()
+    assert (zeroed is declared) == (node is None)
+    assert list(graph(zeroed).weights) == list(graph(declared).weights)
+    modules = [[runs_as_module(n, Split()) for n in graph(m).nodes] for m in (declared, zeroed)]
+    assert modules[0] == modules[1]
 
 
 # The hash
