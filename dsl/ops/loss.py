@@ -23,6 +23,8 @@ class CrossEntropy(Op):
     def shape(self, *args: Shape) -> Shape:
         logits, labels = args
         logits[self.over]
+        if logits[self.over].size is None:
+            raise ShapeError(f"a cross-entropy is over a dim such as vocab, not over the positions of {self.over}")
         if set(logits.without(self.over)) != set(labels):
             raise ShapeError(
                 f"labels {labels} do not fit logits {logits}: they must be {logits.without(self.over)}, one id for each"

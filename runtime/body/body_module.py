@@ -13,13 +13,14 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
-from megaloom.dsl import Layer, MoE, Node, Route, Slot, Split, Unembed, UserError, Value, Weight
+from megaloom.dsl import DType, Gate, Layer, MoE, Node, Op, Route, Slot, Split, Unembed, UserError, Value, Weight
 from megaloom.dsl.facts.context_exchange import divides_channels, values_by_channel
 from megaloom.dsl.facts.placement import NodePlacement, Transition, TransitionKind
 from megaloom.dsl.facts.primitives import Program, fitted, program
 from megaloom.dsl.facts.propagation import propagate
 from megaloom.dsl.node import primitives
-from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
+from megaloom.dsl.ops.loss import is_loss
+from megaloom.dsl.sharding_table import SEQUENCES, SHARED_BY_HEADS, Sharded
 from megaloom.planner.contract.capability import Execution
 from megaloom.planner.rules.padding import padding_refusal
 from megaloom.runtime.megatron import device
@@ -28,6 +29,7 @@ from megaloom.runtime.megatron.padded_shards import mark_padded
 from megaloom.runtime.reference.dropout import MaskSource, dropouts
 
 from .balancing_loss import Balancing
+from .corrections import Correction
 from .evaluation import Evaluation, LocalProgram
 from .local_ops import hide_padding
 from .recompute_regions import recompute_regions
@@ -62,8 +64,10 @@ class Body(nn.Module):
             groups=self.groups,
             dropouts={id(v): i for i, v in enumerate(dropouts(self.program.value))},
             by_channel=_by_channel(self.program, placement, split),
+            routed=_routed(node.op, self.program),
         )
         self.logits = isinstance(node.op, Unembed)
+        self.dtype, self.leaves_vectors = context.config.params_dtype, _is_vectors(self.program.value)
         self.overwrites_logits = False  # True if nothing but this loss reads the logits, which come from an Unembed
         self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in slots.items()}
         self.gathered_dims = {i: d for i, s in slots.items() if (d := self._gathered_dim(s)) is not None}
@@ -99,7 +103,9 @@ class Body(nn.Module):
             entry.local(d.known, n, context.split) if d.name in axes else d.known
             for entry, d, n in zip(entries, dims, degrees, strict=True)
         ]
-        values = torch.empty(sizes, dtype=context.config.params_dtype, device=device.current())
+        correction = any(v.args[1].source is slot.value for v in self.local.corrected_gates)
+        dtype = torch.float32 if correction else context.config.params_dtype
+        values = torch.empty(sizes, dtype=dtype, device=device.current())
         p = nn.Parameter(values, requires_grad=slot.trained) if slot.is_parameter else values
         axis = "etp" if of_expert else "tp"
         sharded = next((k for k, d in enumerate(dims) if axes.get(d.name) == axis and degrees[k] > 1), None)
@@ -120,12 +126,18 @@ class Body(nn.Module):
         """Return the names of the weights that each expert has of its own."""
         return frozenset(name for i, name in self.names.items() if i in self.local.expert_values)
 
+    def corrections(self) -> list[Correction]:
+        """Return the corrections of the scores of this node's gates."""
+        names = {id(v): self.names[id(v.args[1].source)] for v in self.local.corrected_gates}
+        return [Correction(self.get_parameter_or_buffer(names[i]), counts) for i, counts in self.local.routed.items()]
+
     def forward(self, *inputs: Tensor, masks: MaskSource, balancing: Balancing | None = None) -> Tensor:
         entering = zip(self.program.inputs, inputs, strict=True)
         values = {id(v): to_declared_order(v, x) for v, x in entering}
         evaluation = Evaluation(self.local, values, masks if self.training else None, balancing, self.overwrites_logits)
         evaluation.values.update((i, self.full_weight(i)) for i in self.names)
         out = evaluation.run()
+        out = out.to(self.dtype) if self.leaves_vectors else out
         out = hide_padding(self.program, out, self.groups) if self.logits else out
         return to_megatron_order(self.program.value, out.view_as(out))  # a view: recompute hooks stay on this tensor
 
@@ -165,6 +177,22 @@ def _expert_values(p: Program, slots: dict[int, Slot], placement: NodePlacement)
     }
 
 
+def _routed(op: Op, p: Program) -> dict[int, Tensor]:
+    """Return counts of tokens, zeros [experts], for the corrected gate of a mixture, by the identity of its value."""
+    gates = [s.value for s in p.steps if isinstance(s.value.op, Gate) and s.value.op.corrected]
+    sizes = {id(v): v.shape["experts"].known for v in gates if isinstance(op, MoE)}
+    return {i: torch.zeros(n, dtype=torch.float32, device=device.current()) for i, n in sizes.items()}
+
+
+def _is_vectors(v: Value) -> bool:
+    """Return whether a value has vectors, such as hidden states, which other nodes read in the compute dtype.
+
+    Inside a node, sums and what is computed from them have 32 bits. So have numbers of tokens, such as losses.
+    """
+    per_token = {"batch", *SEQUENCES}
+    return v.dtype not in (DType.INDEX, DType.MASK) and not is_loss(v) and any(d.name not in per_token for d in v.shape)
+
+
 def _by_channel(p: Program, placement: NodePlacement, split: Split) -> frozenset[int]:
     """Return the values that are in channel shards; none if context-parallel ranks gather sequences instead."""
     exchanges = split.cp > 1 and divides_channels(p, placement.weights_only, split)
@@ -188,10 +216,16 @@ def _check_trainable(node: Node, p: Program, split: Split) -> None:
     """Raise UserError if the body of a node cannot be trained under this split."""
     value = p.value
     at = f"{node.name} ({getattr(node.op, 'at', '')})"
-    if any(isinstance(op, MoE) and op.balance for op in _layers(value) if op is not value.op):
+    inside = [op for op in _layers(value) if isinstance(op, MoE) and op is not value.op]
+    if any(op.balance for op in inside):
         raise UserError(
             f"{at} contains a MoE with a balancing loss, which a MoE inside another layer cannot have\n"
             "set balance=0 in that MoE"
+        )
+    if any(op.corrected for op in inside):
+        raise UserError(
+            f"{at} contains a MoE with corrected scores, which training moves only in a MoE that is a layer by itself\n"
+            "set corrected=False in that MoE, or set transparent = True in the class of the layer around it"
         )
     routes = any(isinstance(v.op, Route) for v, *_ in primitives(value))
     for _, _, outer in primitives(value):

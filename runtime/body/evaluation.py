@@ -47,11 +47,17 @@ class LocalProgram:
     groups: ProcessGroups
     dropouts: dict[int, int]  # the number of each primitive with dropout
     by_channel: frozenset[int]  # values of which each context-parallel rank has whole sequences of some channels
+    routed: dict[int, Tensor] = field(factory=dict)  # tokens of each expert since the last step, by corrected gate
     placed_ops: dict[int, PlacedOp] = field(init=False)
 
     @placed_ops.default
     def _placed_ops(self) -> dict[int, PlacedOp]:
         return {id(p.step.value): p for p in self.placement.steps}
+
+    @property
+    def corrected_gates(self) -> list[Value]:
+        """Return the gates whose correction each step moves."""
+        return [p.step.value for p in self.placement.steps if id(p.step.value) in self.routed]
 
     def channels_on_device(self, d: Dim) -> int:
         """Return the channels of a dim on one rank of the tp axis."""
@@ -152,6 +158,9 @@ class Evaluation:
             for a, before in zip(v.args, p.reads, strict=True)
         ]
         out = self.computed(p, *args)
+        if id(v) in self.local.routed and self.masks and torch.is_grad_enabled():  # once, if it is recomputed
+            tokens = [i for i, name in enumerate(v.shape.names) if name != "experts"]
+            self.local.routed[id(v)] += (out.detach() != 0).sum(tokens)
         for transition in () if id(v) in self.local.by_channel else p.result:
             assert transition.along is not None, "a transition of a result names its dim"
             out = perform(transition, out, dim_index(v.shape, transition.along), self.local.groups)

@@ -89,7 +89,7 @@ def local_function(
             return partial(dispatch_tokens, v, groups=groups)
         case Combine() if groups.layout.ep * groups.layout.etp > 1:
             return partial(combine_tokens, v, groups=groups)
-        case Dot(over) | Sum(over) if any(groups.layout.degrees.get(p.step.axes.get(d, ""), 1) > 1 for d in over):
+        case Dot(over) | Sum(over) if any(p.step.axes.get(d) in ("tp", "etp") for d in over):  # of any degree
             return partial(_without_padding, p.step, v, over, groups)
         case Lookup(key) if p.step.axes.get(key) == "tp" and groups.layout.tp > 1:
             return partial(_sharded_lookup, v.op, v, rank=groups.tp_rank)
@@ -102,6 +102,8 @@ def local_function(
             return partial(_local_norm, v.op, v)
         case Rope():
             return partial(rotate_by_kernel, v.op, v.shape)
+        case LogSumExp(over) if over in SEQUENCES or p.step.axes.get(over) not in ("tp", None):
+            return partial(_log_sum_exp, p, v, groups)
         case CrossEntropy() | LogSumExp() if p.statistics_axes or groups.layout.tp == 1:
             return partial(sharded_loss, p, v, groups=groups, overwrites=overwrites_logits)
         case Attend():
@@ -173,14 +175,34 @@ def sharded_loss(p: PlacedOp, v: Value, x: Tensor, *labels: Tensor, groups: Proc
     return out
 
 
-def _without_padding(
-    step: Step, v: Value, over: tuple[str, ...], groups: ProcessGroups, x: Tensor, *others: Tensor
-) -> Tensor:
-    """Return a sum over the dims `over` of x, with zeros in their padding, so that it adds nothing to the sum."""
-    for i, d in enumerate(v.args[0].shape):
-        if d.name in over and step.axes.get(d.name) in ("tp", "etp"):
-            x = x if (padding := _padding(d, x, i, step.axes[d.name], groups)) is None else x.masked_fill(padding, 0)
-    return evaluate(v.op, v, x, *others)
+def _without_padding(step: Step, v: Value, over: tuple[str, ...], groups: ProcessGroups, *args: Tensor) -> Tensor:
+    """Return a sum over the dims `over`, with zeros in the padding of each argument, so that it adds nothing.
+
+    A layout pads a vocabulary on a single device too, and what is computed from padding may be infinite.
+    """
+    masked = []
+    for a, x in zip(v.args, args, strict=True):
+        for i, d in enumerate(a.shape):
+            axis = step.axes.get(d.name) if d.name in over else None
+            padding = _padding(d, x, i, axis, groups) if axis in ("tp", "etp") else None
+            x = x if padding is None else x.masked_fill(padding, 0)
+        masked.append(x)
+    return evaluate(v.op, v, *masked)
+
+
+def _log_sum_exp(p: PlacedOp, v: Value, groups: ProcessGroups, x: Tensor) -> Tensor:
+    """Return the log-sum-exp over a dim that lies on other axes than tp, such as a sequence.
+
+    That of the shards is a log-sum-exp over the ranks, one axis after the other.
+    """
+    assert isinstance(v.op, LogSumExp)
+    over, d = dim_index(v.args[0].shape, v.op.over), v.args[0].shape[v.op.over]
+    if (axis := p.step.axes.get(d.name)) == "etp" and (padding := _padding(d, x, over, axis, groups)) is not None:
+        x = x.masked_fill(padding, torch.finfo(x.dtype).min)
+    out = x.float().logsumexp(over)
+    for axis in p.statistics_axes:
+        out = fused_loss.log_sum_exp(out[..., None], groups.of_axis(axis))
+    return out
 
 
 def hide_padding(p: Program, logits: Tensor, groups: ProcessGroups) -> Tensor:

@@ -146,7 +146,7 @@ class Engine:
         """Return the samples of a global batch, and this rank's micro-batches of them."""
         plan = self.plan
         samples = batch if callable(batch) else agreed(partial(self._own_samples, batch))
-        return samples, self.pipeline.microbatches_of(count or plan.workload.batch, plan.layout.micro_batch)
+        return samples, self.pipeline.training_part(count or plan.workload.batch)
 
     def _backward(self, samples: Samples, part: MicroBatches) -> LossTotals:
         """Run micro-batches forward and backward, and reduce their gradients over the ranks."""
@@ -278,9 +278,9 @@ class Engine:
         self.state.set_training(False)
         layout, size = self.plan.layout, self.plan.workload.batch
         whole = count - count % size
-        parts = [self.pipeline.microbatches_of(size, layout.micro_batch, first) for first in range(0, whole, size)]
+        parts = [self.pipeline.evaluation_part(size, layout.micro_batch, first) for first in range(0, whole, size)]
         if count > whole:
-            parts.append(self.pipeline.microbatches_of(count - whole, 1, whole))
+            parts.append(self.pipeline.evaluation_part(count - whole, 1, whole))
         with torch.no_grad():
             total = self.pipeline.terms.zero(device.current())
             for i, part in enumerate(parts, 1):

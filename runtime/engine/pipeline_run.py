@@ -21,6 +21,7 @@ from megaloom.dsl import DType, Graph, UserError
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.body.balancing_loss import Balancing
+from megaloom.runtime.body.corrections import move_corrections
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.kernels import zigzag
@@ -146,19 +147,47 @@ class PipelineRun:
         communicator = StageCommunicator(self.groups, self.chunks[0].config, elements, len(part.starts))
         return {"p2p_communicator": communicator, "pg_collection": self.groups.collection}
 
-    def microbatches_of(self, samples: int, size: int, first: int = 0) -> MicroBatches:
-        """Return this rank's micro-batches of a number of samples.
+    def training_part(self, samples: int) -> MicroBatches:
+        """Return this rank's micro-batches of a training step. All run backward, so each must be whole.
 
-        Micro-batch k of data-parallel rank r is the global micro-batch k · dp + r. So the samples that share a
-        micro-batch do not depend on dp. All ranks have equally many, in whole groups of an interleaved schedule: some
-        may be beyond the last sample.
+        An interleaved schedule runs them in groups, of which the last may be smaller. Raise UserError if some samples
+        are left over, or a group has fewer micro-batches than there are pipeline ranks.
+        """
+        layout = self.plan.layout
+        unit, group = layout.micro_batch * layout.dp, layout.microbatch_group_size
+        if samples < 1 or samples % unit:
+            raise UserError(
+                f"a step of {samples} sequences is not a multiple of dp {layout.dp} x micro-batch {layout.micro_batch} "
+                f"= {unit}\ntrain on a multiple of {unit}"
+            )
+        count = samples // unit
+        if layout.vpp > 1 and (count < group or 0 < count % group < layout.pp):
+            raise UserError(
+                f"{count} micro-batches in groups of {group} leave a group smaller than pp {layout.pp}\n"
+                f"train on a multiple of {unit * group} sequences"
+            )
+        return self._microbatches(count, layout.micro_batch, 0, samples)
+
+    def evaluation_part(self, samples: int, size: int, first: int = 0) -> MicroBatches:
+        """Return this rank's micro-batches of an evaluation of any number of samples.
+
+        All ranks have equally many, in whole groups of an interleaved schedule. Those beyond the last sample are
+        padding, whose loss is not counted.
         """
         layout = self.plan.layout
         count = -(-samples // (size * layout.dp))
         if layout.vpp > 1:
             count += -count % layout.microbatch_group_size
-        starts = (first + (k * layout.dp + self.groups.dp_rank) * size for k in range(count))
-        return MicroBatches(tuple(starts), size, first + samples)
+        return self._microbatches(count, size, first, first + samples)
+
+    def _microbatches(self, count: int, size: int, first: int, stop: int) -> MicroBatches:
+        """Return `count` micro-batches of this rank.
+
+        Micro-batch k of data-parallel rank r is the global micro-batch k · dp + r. So the samples that share a
+        micro-batch do not depend on dp.
+        """
+        dp, rank = self.plan.layout.dp, self.groups.dp_rank
+        return MicroBatches(tuple(first + (k * dp + rank) * size for k in range(count)), size, stop)
 
     def _microbatch(self, samples: Samples, part: MicroBatches, start: int) -> MicroBatch:
         """Return a micro-batch as whole sequences, named tensors [size ..]. Beyond the last sample, repeat that one."""
@@ -246,6 +275,11 @@ class PipelineRun:
         return loss_sum, torch.ones((), dtype=torch.int, device=report.device), {"sums": report}
 
     def finalize_gradients(self, chunks: list[Any], count: Tensor | None = None, **options: Any) -> None:
-        """Reduce the gradients of the step, divided by the sum of the weights of the global batch."""
+        """Reduce the gradients of the step, divided by the sum of the weights of the global batch.
+
+        Corrections of router scores move with them, unless weights are frozen.
+        """
         finalize_model_grads(chunks, self.weight_sum, **options)
         self.shared_gradients.sum()
+        if not any(s.frozen for s in self.graph.weights.values()):
+            move_corrections(chunks, self.groups.collection.tp_dp_cp)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megaloom.dsl import Graph, Slot
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.body.corrections import corrections_of
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.optimizer_state import AVERAGE, restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups
@@ -106,9 +107,8 @@ class TrainingState:
         tensor_parallel.model_parallel_cuda_manual_seed(int(drawn), force_reset_rng=True)
 
     def moving_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the expert biases, which the schedules move with the gradients, and their values."""
-        named = (item for chunk in self.chunks for item in chunk.named_buffers())
-        return [(b, b.clone()) for name, b in named if name.endswith("expert_bias")]
+        """Return the corrections of router scores, which move with the gradients, and their values."""
+        return [(c.value, c.value.clone()) for c in corrections_of(self.chunks)]
 
     def end_step(self, *, skipped: bool) -> None:
         """Move averages, loss scale and schedule on, after the weights."""

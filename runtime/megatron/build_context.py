@@ -104,12 +104,11 @@ def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str,
         # The schedules scale the balancing loss if there are any experts.
         "num_moe_experts": moe.experts if moe else None,
         "moe_ffn_hidden_size": hidden if moe else None,
-        # Our router computes the gate. With "sigmoid" megatron-core accepts any top_k, and updates the expert biases
-        # after each step if there are any.
+        # Our router computes the gate; with "sigmoid" megatron-core accepts any top_k. It would move the corrections of
+        # all gates as one tensor, so `body.corrections` moves them.
         "moe_router_score_function": "sigmoid",
         "moe_router_dtype": "fp32",
-        "moe_router_enable_expert_bias": any(op.corrected for op in mixtures)
-        and not any(s.frozen for s in graph.weights.values()),
+        "moe_router_enable_expert_bias": False,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,

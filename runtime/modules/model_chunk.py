@@ -177,7 +177,7 @@ class ModelChunk(MegatronModule):
         tensors = module.state_dict(keep_vars=True)
         experts = {k: p for k, p in tensors.items() if not getattr(p, "allreduce", True)}
         padded = {k: p for k, p in tensors.items() if k not in experts and hasattr(p, "pad_dim")}
-        if hasattr(module, "sharded_state_dict") and not padded:
+        if tensors and hasattr(module, "sharded_state_dict") and not padded:  # a table may be another chunk's
             return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
         state = {k: p for k, p in tensors.items() if k not in experts and k not in padded}
         tp_dims = {k: p.partition_dim for k, p in state.items() if getattr(p, "tensor_model_parallel", False)}

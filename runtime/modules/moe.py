@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megaloom.dsl import MoE
 from megaloom.planner.contract.choices import Module
 from megaloom.runtime.body.balancing_loss import Balancing
+from megaloom.runtime.body.corrections import Correction
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.routing import top_k_experts
@@ -64,7 +65,7 @@ class SharedExperts(SharedExpertMLP):
 class Router(TopKRouter):
     """megatron-core's router with the gate of the layer.
 
-    It counts the tokens per expert; from the counts megatron-core updates the expert biases after each step.
+    It counts the tokens of each expert, from which each step moves the corrections of the scores.
     """
 
     def __init__(self, op: MoE, config: TransformerConfig, pg_collection: Any) -> None:
@@ -74,6 +75,10 @@ class Router(TopKRouter):
         self.bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if op.bias else None
         if self.bias is not None:
             self.bias.sequence_parallel = config.sequence_parallel
+
+    def corrections(self) -> list[Correction]:
+        """Return the correction of the gate; none if its scores are not corrected."""
+        return [Correction(self.expert_bias, self.local_tokens_per_expert)] if self.op.corrected else []
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weight of each expert for each token, and whether it was chosen, both [tokens, experts]."""

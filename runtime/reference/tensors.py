@@ -47,8 +47,12 @@ def _moves(given: Names, wanted: Names) -> tuple[list[int] | None, list[int]]:
 def product(x: Tensor, x_dims: Sequence[str], y: Tensor, y_dims: Sequence[str], out: Sequence[str]) -> Tensor:
     """Return the sum over the dims that are not in `out` of x times y.
 
-    The usual product with a weight is a matmul: it has fewer views for autograd than an einsum.
+    The usual product with a weight is a matmul: it has fewer views for autograd than an einsum. Where only one of the
+    two has 32 bits, such as a sum, the product has them too.
     """
+    if x.dtype is not y.dtype:
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        x, y = x.to(dtype), y.to(dtype)
     k = _matmul_dims(tuple(x_dims), tuple(y_dims), tuple(out))
     if k == 0:
         return einsum(x, x_dims, y, y_dims, out)

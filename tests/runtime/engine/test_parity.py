@@ -24,6 +24,7 @@ from tests.support.parity.broken_collectives import BROKEN
 from tests.support.parity.families import trained_families
 from tests.support.parity.family_table import two_cases_of
 from tests.support.parity.rank_pool import Case, check, run_cases
+from tests.support.paths import TEST_MODELS
 
 PARTS = 4  # of the layouts, each in one set of processes
 
@@ -141,6 +142,33 @@ LAYOUTS = {
 }
 
 
+TWINS = TEST_MODELS / "twins.py"
+OWN = {  # model, layout, sequences, precision
+    "PP2 VPP2, groups of 3 and one of 2": ("deep_llama", Layout(pp=2, vpp=2, microbatch_group=3), 5, "fp32"),
+    "PP2 VPP2 DP2, groups of 4 and one of 2": ("deep_llama", Layout(pp=2, vpp=2, dp=2, microbatch_group=4), 12, "fp32"),
+    "own loss over a padded vocabulary": (f"{TWINS}:smoothed", Layout(), 4, "fp32"),
+    "own loss over a padded vocabulary, DP2": (f"{TWINS}:z_loss", Layout(dp=2), 4, "fp32"),
+    "own product over a padded vocabulary": (f"{TWINS}:soft_lookup", Layout(cp=2), 4, "fp32"),
+    "sums in 32 bits, then a product, bf16": (f"{TWINS}:pooled_gate", Layout(tp=2, sequence_parallel=True), 4, "bf16"),
+    "log-sum-exp over a sequence": (f"{TWINS}:soft_maximum", Layout(), 4, "fp32"),
+    "log-sum-exp over a sequence, CP2 TP2 SP": (
+        f"{TWINS}:soft_maximum",
+        Layout(cp=2, tp=2, sequence_parallel=True),
+        4,
+        "fp32",
+    ),
+    "a loss of each sample, CP2": (f"{TWINS}:key_tokens", Layout(cp=2), 4, "fp32"),
+    "two kinds of experts, EP2": (f"{TWINS}:two_mixtures", Layout(dp=2, ep=2), 4, "fp32"),
+    "corrected experts of two sizes, ETP2": (f"{TWINS}:corrected_sizes", Layout(dp=2, etp=2), 4, "fp32"),
+    "corrected experts of two sizes, TP2 SP PP2": (
+        f"{TWINS}:corrected_sizes",
+        Layout(tp=2, sequence_parallel=True, pp=2, recompute=Recompute.FULL),
+        4,
+        "fp32",
+    ),
+}
+
+
 @pytest.fixture
 def measured(record_property: Callable[..., None], plan_of: Any) -> Callable[..., None]:
     """A comparison of rows in one set of processes, their differences recorded for the table."""
@@ -164,6 +192,17 @@ def test_layouts_compute_what_one_process_and_the_oracle_compute(part: int, plan
         {
             row: (name, plan_of(name, evolve(layout, vocab_multiple=multiples[row])))
             for row, (name, layout) in rows.items()
+        }
+    )
+
+
+def test_own_layers_and_uneven_groups_compute_what_one_process_and_the_oracle_compute(
+    plan_of: Any, measured: Any
+) -> None:
+    measured(
+        {
+            row: (name, plan_of(name, layout, batch=batch, precision=precision))
+            for row, (name, layout, batch, precision) in OWN.items()
         }
     )
 

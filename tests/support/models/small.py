@@ -37,6 +37,7 @@ from megaloom.examples.llama3 import llama
 from megaloom.examples.llava import clip, llava
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.qwen3 import qwen3
+from megaloom.examples.t5 import t5
 from megaloom.examples.vit import vit
 
 
@@ -216,6 +217,11 @@ def tiny_pair() -> Model:
     x = ids() >> Embed(weight("wte", Dim("vocab", 300), wide)) >> repeat(3, decoder).given(memory=memory)
     head = Unembed(weight("head", Dim("vocab", 300), wide))
     return model("tiny-pair", x >> LayerNorm() >> head >> SequenceToSequence())
+
+
+def uneven_t5() -> Model:
+    """Twice as many encoder as decoder layers: with two chunks a rank, both embeddings are on the first rank."""
+    return t5("uneven-t5", 4, 4, 32, SwiGLU(48), head_dim=8, vocab=301, buckets=8, distance=16, decoder_layers=2)
 
 
 def tiny_llava() -> Model:

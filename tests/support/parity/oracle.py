@@ -18,6 +18,7 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.interpret import interpret
+from tests.support.parity.torch_twins import Twin
 
 MOVES = 1e-3  # by which a step moves the correction of an expert: arXiv:2412.19437, 4.2
 
@@ -41,6 +42,7 @@ class Oracle:
     weights: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
     done: int = 0
+    twin: Callable[[Mapping[str, Tensor], Batch], Twin] | None = None  # plain torch, in place of the bodies
 
     @classmethod
     def of(cls, model: Model, recipe: Recipe) -> Oracle:
@@ -74,6 +76,21 @@ class Oracle:
 
     def _backward(self, batch: Batch) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         """Return loss, gradients, and which experts the tokens went to, by the name of the correction."""
+        loss, total, choices = (
+            self._declared(batch) if self.twin is None else self._of_twin(self.twin(self.weights, batch))
+        )
+        self.optimizer.zero_grad()
+        total.backward()
+        trained = {k: w for k, w in self.weights.items() if w.requires_grad}
+        found = {k: torch.zeros_like(w) if w.grad is None else w.grad for k, w in trained.items()}
+        return loss.item(), found, choices
+
+    @staticmethod
+    def _of_twin(found: Twin) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return found.loss, found.loss, {name: counts[None] for name, counts in found.counts.items()}
+
+    def _declared(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return loss, loss with balancing losses, and which experts the tokens went to, by the bodies."""
         g = graph(self.model)
         mixtures = [n for n in g.nodes if isinstance(n.op, MoE)]
         watched = model(self.model.name, *self.model.outputs, *(n.value.args[0] for n in mixtures))
@@ -91,11 +108,7 @@ class Oracle:
             total = total + balancing(n.op, scores, chosen)
             if n.op.corrected and self.model.lora is None:
                 choices[f"{n.name}.correction"] = chosen
-        self.optimizer.zero_grad()
-        total.backward()
-        trained = {k: w for k, w in self.weights.items() if w.requires_grad}
-        found = {k: torch.zeros_like(w) if w.grad is None else w.grad for k, w in trained.items()}
-        return loss.item(), found, choices
+        return loss, total, choices
 
 
 def is_decayed(slot: Slot) -> bool:
