@@ -18,7 +18,7 @@ from megaloom.dsl.ops.weight import INITIAL_STD, Input, Weight
 
 from .combine import Block
 from .dims import Dim
-from .errors import ShapeError, UserError, add_location
+from .errors import ShapeError, UserError, add_location, did_you_mean
 from .layer import Given, Layer, held_values, op_name
 from .low_rank import LoRA
 from .node import Node, Slot, primitives
@@ -81,6 +81,13 @@ class Graph:
     def index(self) -> dict[str, int]:
         """The position of each node."""
         return {n.name: i for i, n in enumerate(self.nodes)}
+
+    def value(self, name: str) -> Value:
+        """Return the value of a node, such as that of the input "tokens". Raise UserError for another name."""
+        if name not in self.index:
+            inputs = ", ".join(n.name for n in self.nodes if n.is_input)
+            raise UserError(f"{self.name} has no node {name!r}{did_you_mean(name, self.index)}its inputs are {inputs}")
+        return self.nodes[self.index[name]].value
 
     @cached_property
     def live_values(self) -> tuple[tuple[str, ...], ...]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .engine.own_loop import Engine as Engine
     from .engine.own_loop import ParameterGroup as ParameterGroup
     from .engine.own_loop import shard as shard
+    from .engine.own_loop import token_log_probs as token_log_probs
     from .generation.generate import Generation as Generation
     from .generation.generate import generate as generate
     from .generation.settings import GenerationSettings as GenerationSettings
@@ -31,6 +32,7 @@ EXPORTS = {
     "Engine": "engine.own_loop",
     "ParameterGroup": "engine.own_loop",
     "shard": "engine.own_loop",
+    "token_log_probs": "engine.own_loop",
     "Recipe": "optimizer.recipe",
     "Generation": "generation.generate",
     "GenerationSettings": "generation.settings",

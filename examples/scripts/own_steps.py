@@ -2,9 +2,10 @@
 
 Training does not count the first tokens of a sequence, which have little context. Any of the methods may be left out.
 
-    python -m megaloom.examples.scripts.own_steps    # trains two processes, and prints the losses
+    python -m megaloom.examples.scripts.own_steps    # trains two processes under two layouts, and prints the losses
 """
 
+from math import prod
 from pathlib import Path
 
 from megaloom.dsl import (
@@ -42,8 +43,8 @@ class SkipFirstTokens:
         outputs = forward(batch)
         if outputs is None:
             return None
-        logits = outputs.values["unembed.0"]  # this rank's columns, [seq, batch, vocab / tp]
-        return outputs.loss_sum + 1e-6 * logits.float().square().sum() / 257, outputs.weight_sum
+        logits = outputs.gathered("unembed.0")  # [batch, seq, vocab], whole under any layout
+        return outputs.loss_sum + 0.01 * logits.float().square().sum(), outputs.weight_sum
 
     def validation_step(self, forward, batch):  # type: ignore[no-untyped-def]
         """Return the sums of a micro-batch of held-out text."""
@@ -78,17 +79,19 @@ def losses(best: Plan) -> list[float]:
     return [engine.step(lambda i, first=k * size: sample(first + i)).loss for k in range(3)]  # type: ignore[misc]
 
 
-def main(pp: int = 2) -> list[float]:
-    """Train three steps on `pp` pipeline stages, and print and return the losses."""
+def main(**fixed: int) -> list[float]:
+    """Train three steps under a layout, such as pp=2, and print and return the losses."""
     from megaloom.runtime.launch import launcher
 
     workload = Workload(seq=32, batch=4, precision=Precision.FP32)
     ref = f"{Path(__file__).resolve()}:decoder"
-    found = plan(decoder(), cluster(f"{pp}xCPU"), workload, ref=ref, fixed={"pp": pp})
-    out = launcher.run(losses, (found.best,), pp, timeout=120)[0]
+    ranks = prod(fixed.values())
+    found = plan(decoder(), cluster(f"{ranks}xCPU"), workload, ref=ref, fixed=fixed)
+    out = launcher.run(losses, (found.best,), ranks, timeout=120)[0]
     print(", ".join(f"{loss:.5f}" for loss in out))
     return out
 
 
 if __name__ == "__main__":
-    main()
+    main(pp=2)
+    main(tp=2)

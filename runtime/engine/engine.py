@@ -43,7 +43,8 @@ from .loss_totals import LossTerms, LossTotals
 from .own_batches import Batch, captured_logits, filled, gathered_logits, global_samples, samples_of
 from .pipeline_run import MicroBatches, PipelineRun, Samples, Step
 from .results import EvaluationResult, StepResult
-from .steps import HeldOut, Steps, complete, held_out_step
+from .shared_batches import SharedBatches, is_absent
+from .steps import HeldOut, Steps, complete, held_out_step, reads_more
 from .training_state import TrainingState, make_model_chunks, restore
 
 
@@ -59,6 +60,7 @@ class Engine:
     pipeline: PipelineRun
     steps: Steps
     parameter_groups: tuple[ParameterGroup, ...]
+    shared: SharedBatches
     saved: Path | None = field(default=None, init=False)  # the checkpoint of the last `save` or `load`
     skipped_by_choice: int = field(default=0, init=False)  # steps that `Recipe.skip_non_finite` allowed
 
@@ -104,17 +106,20 @@ class Engine:
         )
         pipeline = PipelineRun(plan, g, groups, state.chunks, LossTerms.of(g, plan.layout.cp), shared_gradients)
         context.config.finalize_model_grads_func = pipeline.finalize_gradients
+        own = complete(steps)
         if steps is not None:
+            pipeline.own_steps, pipeline.reads_more = True, reads_more(own)
             for chunk in model_chunks:
                 chunk.return_predictions()
-        return cls(plan, g, recipe, groups, state, pipeline, complete(steps), tuple(parameter_groups))
+        shared = SharedBatches(groups, tuple(n.name for n in g.nodes if n.is_input))
+        return cls(plan, g, recipe, groups, state, pipeline, own, tuple(parameter_groups), shared)
 
-    def step(self, batch: Batch | Samples, count: int | None = None) -> StepResult:
+    def step(self, batch: Batch | Samples | None, count: int | None = None) -> StepResult:
         """Train on one global batch.
 
-        batch: the sequences of this data-parallel rank, named tensors [batch / dp ..] or token ids; all tp, cp and pp
-        ranks of it give the same. Or a function from i to sample i of the global batch, which is called for this rank's
-        samples only; count: their number, if it is not the plan's batch.
+        batch: the sequences of this data-parallel rank, named tensors [batch / dp ..] or token ids. All tp, cp and pp
+        ranks of it give the same, or the first of them gives it and the others None. Or a function from i to sample i
+        of the global batch, which is called for this rank's samples only; count: their number, if it is not the plan's.
 
         No weight changes if the loss or a gradient is NaN or infinite. The step is then skipped if the loss scale of
         fp16 can be lowered, or the recipe allows it. Else raise NonFiniteError, which names rank, layer and parameter.
@@ -131,7 +136,7 @@ class Engine:
         scale = state.scaler.loss_scale if state.scaler else None
         return StepResult(totals.loss, update.grad_norm, lr, not update.done, scale, totals.means)
 
-    def gradients(self, batch: Batch | Samples) -> dict[str, WeightGradient] | None:
+    def gradients(self, batch: Batch | Samples | None) -> dict[str, WeightGradient] | None:
         """Return the gradient of the mean loss by each trained weight on rank 0, None on other ranks.
 
         Every rank calls it. Names and shapes are those of `graph(model).weights`. The shards of all ranks are gathered,
@@ -142,10 +147,12 @@ class Engine:
         restore(buffers)
         return gather_gradients(state.chunks, self.groups, float(state.scaler.scale) if state.scaler else 1.0)
 
-    def _global_batch(self, batch: Batch | Samples, count: int | None = None) -> tuple[Samples, MicroBatches]:
+    def _global_batch(self, batch: Batch | Samples | None, count: int | None = None) -> tuple[Samples, MicroBatches]:
         """Return the samples of a global batch, and this rank's micro-batches of them."""
         plan = self.plan
-        samples = batch if callable(batch) else agreed(partial(self._own_samples, batch))
+        samples = batch
+        if not callable(samples):
+            samples = agreed(partial(self._own_samples, self.shared.of(batch, training=True)))
         return samples, self.pipeline.training_part(count or plan.workload.batch)
 
     def _backward(self, samples: Samples, part: MicroBatches) -> LossTotals:
@@ -176,17 +183,18 @@ class Engine:
             f"first at {first or 'the gradient norm'}"
         )
 
-    def evaluate(self, batches: Iterable[Batch], *, step: HeldOut = "validation") -> EvaluationResult:
+    def evaluate(self, batches: Iterable[Batch | None] | None, *, step: HeldOut = "validation") -> EvaluationResult:
         """Return the mean loss over batches, each with any number of sequences.
 
-        Each data-parallel rank gives its own batches, and they may be fewer or smaller than those of other ranks. step:
-        the one of the user's steps that runs, `validation_step` or `test_step`.
+        Each data-parallel rank gives its own batches, and they may be fewer or smaller than those of other ranks. Its
+        tp, cp and pp ranks give them as in `step`. step: the one of the user's steps that runs, `validation_step` or
+        `test_step`.
         """
         self.state.set_training(False)
         run = held_out_step(self.steps, step)
-        total, own, last = self.pipeline.terms.zero(device.current()), iter(batches), None
+        total, own, last = self.pipeline.terms.zero(device.current()), iter(batches or ()), None
         while True:
-            samples = agreed(partial(self._samples_of, next(own, ())))
+            samples = agreed(partial(self._samples_of, self.shared.of(next(own, None))))
             part = self.pipeline.own_part(len(samples))
             if not part.starts:
                 return total.evaluation
@@ -195,13 +203,13 @@ class Engine:
             with torch.no_grad():
                 total += self._run(rows.__getitem__, part, run, forward_only=True)
 
-    def logits(self, batch: Batch) -> Tensor | None:
+    def logits(self, batch: Batch | None) -> Tensor | None:
         """Return the logits [sequences, seq, vocab] for this data-parallel rank's sequences.
 
         All ranks of the last pipeline stage return them, other ranks None. Every data-parallel rank gives a batch.
         """
         self.state.set_training(False)
-        samples = agreed(partial(self._samples_of, batch))
+        samples = agreed(partial(self._samples_of, self.shared.of(batch)))
         part = self.pipeline.own_part(len(samples))
         with torch.no_grad(), captured_logits(self.model_chunks) as captured:
             self._run(samples.__getitem__, part, Steps().validation_step, forward_only=True)
@@ -247,20 +255,24 @@ class Engine:
             self.saved = last.folder
         return self.done
 
-    def _own_samples(self, batch: Batch) -> Samples:
+    def _own_samples(self, batch: Batch | None) -> Samples:
         """Return this data-parallel rank's samples of a step, by their index in the global batch."""
+        if is_absent(batch):
+            raise UserError(
+                f"data-parallel rank {self.groups.dp_rank} has no batch: its first rank passed None, or an empty one"
+            )
         return global_samples(self._samples_of(batch), self.plan.workload, self.plan.layout)
 
-    def _samples_of(self, batch: Batch | tuple[()]) -> list[Sample]:
-        """Return the samples of a batch; () has none."""
-        if isinstance(batch, tuple) and not batch:
+    def _samples_of(self, batch: Batch | None) -> list[Sample]:
+        """Return the samples of a batch; None has none."""
+        if batch is None or is_absent(batch):
             return []
         seq = self.plan.workload.seq
 
         def data_step(text: Tensor) -> Sample:
             return self.steps.data_step(SampleMaker.of(self.graph, seq), text, self.done, self.recipe.seed)
 
-        return samples_of(batch, self.graph, seq, data_step)
+        return samples_of(batch, self.graph, seq, data_step, more=self.pipeline.reads_more)
 
     def evaluate_samples(
         self,

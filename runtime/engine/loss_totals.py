@@ -9,11 +9,62 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from megaloom.dsl import Graph, MaskedToken, MoE, NextToken, SequenceToSequence
+from megaloom.dsl import (
+    Graph,
+    LossSums,
+    MaskedToken,
+    MoE,
+    NextToken,
+    Node,
+    SequenceToSequence,
+    StackLosses,
+)
+from megaloom.dsl.node import primitives
+from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.runtime.body.balancing_loss import record_size, recorded_balance, recorded_frequencies
 
 from .results import BALANCING, EvaluationResult
-from .steps import Losses
+
+
+@frozen
+class Losses:
+    """The losses of a model: the node at its end, and the name and coefficient of each loss."""
+
+    end: str
+    names: tuple[str, ...]
+    coefficients: tuple[float, ...]
+    copies: tuple[int, ...]  # context-parallel ranks that each compute the same sums, such as of one class per image
+
+    @classmethod
+    def of(cls, graph: Graph, cp: int) -> Losses:
+        """Return the losses of a graph that ends in one. cp: context-parallel ranks."""
+        node = graph.nodes[graph.index[graph.outputs[0]]]
+        op = node.value.source.op
+        names = node.inputs if isinstance(op, StackLosses) else (node.name,)
+        copies = tuple(1 if _is_of_positions(graph.nodes[graph.index[name]]) else cp for name in names)
+        return cls(node.name, names, op.coefficients if isinstance(op, StackLosses) else (1.0,), copies)
+
+    def sums(self, end: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss_sum, weight_sum, and a report [losses + 1, 2]: the total, then each loss.
+
+        end: of the node at the end, [2] or [losses, 2]. ratios: for each loss, the weights of the first loss over its
+        own, in the global batch: so the quotient of the sums is the sum of coefficient * mean.
+        """
+        each = self.counted_once(self.end, end.reshape(-1, 2))
+        coefficients = torch.tensor(self.coefficients, dtype=each.dtype, device=each.device) * ratios.to(each)
+        total, weight = (each[:, 0] * coefficients).sum(), each[0, 1].detach()
+        return total, weight, each.detach()
+
+    def counted_once(self, name: str, each: Tensor) -> Tensor:
+        """Return sums [losses, 2] of a node that add up over the context-parallel ranks, with the gradients they have.
+
+        The gradient of a value that these ranks replicate is whole on each of them, so it is not divided.
+        """
+        copies = self.copies if name == self.end else (self.copies[self.names.index(name)],)
+        if max(copies) == 1:
+            return each
+        divisors = torch.tensor(copies, dtype=each.dtype, device=each.device)[:, None]
+        return each.detach() / divisors + (each - each.detach())
 
 
 @frozen
@@ -118,3 +169,9 @@ class LossTotals:
 def _predicts_tokens(op: Any) -> bool:
     """Return whether a loss is the cross-entropy of the next token, of masked tokens, or of a target."""
     return isinstance(op, MaskedToken | SequenceToSequence) or (isinstance(op, NextToken) and not op.offset)
+
+
+def _is_of_positions(loss: Node) -> bool:
+    """Return whether a loss adds up over the positions of sequences, which context-parallel ranks share."""
+    ends = [v for v, *_ in primitives(loss.value) if isinstance(v.op, LossSums)]
+    return any(d.name in SEQUENCES for v in ends for d in v.args[0].shape)

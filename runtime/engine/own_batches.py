@@ -26,8 +26,13 @@ Batch: TypeAlias = Mapping[str, Tensor] | Tensor
 """Named tensors [sequences ..] for the inputs of a model, or text, token ids [sequences, seq + 1]."""
 
 
-def samples_of(batch: Batch, graph: Graph, seq: int, data_step: Callable[[Tensor], Sample]) -> list[Sample]:
-    """Return the samples of a batch. `data_step` makes one of text. Raise UserError for a batch that does not fit."""
+def samples_of(
+    batch: Batch, graph: Graph, seq: int, data_step: Callable[[Tensor], Sample], *, more: bool = False
+) -> list[Sample]:
+    """Return the samples of a batch. `data_step` makes one of text. Raise UserError for a batch that does not fit.
+
+    more: the batch may have tensors beside the inputs of the model.
+    """
     if isinstance(batch, Tensor):
         _check_text(batch, SampleMaker.of(graph, seq))
         return [data_step(text) for text in batch.to(torch.int64)]
@@ -38,7 +43,7 @@ def samples_of(batch: Batch, graph: Graph, seq: int, data_step: Callable[[Tensor
         raise UserError(f"the tensors of a batch have different numbers of sequences: {lengths}")
     samples = [{name: x[i] for name, x in batch.items()} for i in range(max(lengths.values(), default=0))]
     for sample in samples:
-        check_sample(graph, sample, seq)
+        check_sample(graph, sample, seq, more=more)
     return samples
 
 

@@ -26,6 +26,7 @@ device.prepare()
 from megaloom.runtime.optimizer.parameter_groups import ParameterGroup as ParameterGroup  # noqa: E402
 
 from .engine import Engine as Engine  # noqa: E402 (it imports megatron-core)
+from .outputs import token_log_probs as token_log_probs  # noqa: E402
 
 
 def shard(

@@ -24,18 +24,20 @@ from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.body.corrections import move_corrections
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.kernels import zigzag
+from megaloom.runtime.megatron.kernels import zigzag_part
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.stage_communicator import StageCommunicator
 from megaloom.runtime.modules.shared_weights import SharedGradients
 from megaloom.runtime.modules.stage_boundary import StageBoundary
 from megaloom.runtime.reference.dropout import MaskSource
-from megaloom.runtime.samples.sample_checks import check_sample
+from megaloom.runtime.samples.sample_checks import check_sample, stacked
 from megaloom.runtime.samples.samples import Sample
 
 from .loss_totals import LossTerms, LossTotals
 from .loss_weights import weight_sums
-from .steps import Forward, MicroBatch, Outputs, Sums
+from .outputs import LocalOutputs, Outputs, over_cp
+from .own_sums import check_equal_sums
+from .steps import Forward, MicroBatch, Sums
 
 Step = Callable[[Forward, MicroBatch], Sums | None]
 Samples = Callable[[int], Sample]  # maps i to sample i of a global batch: named tensors without a batch dim
@@ -60,8 +62,11 @@ class PipelineRun:
     chunks: list[DistributedDataParallel]
     terms: LossTerms
     shared_gradients: SharedGradients
+    own_steps: bool = False  # steps of the user's own, which return sums over whole sequences
+    reads_more: bool = False  # these steps may read tensors beside the inputs of the model
     checked: bool = field(default=False, init=False)  # samples of a first micro-batch have been checked
     weight_sum: Tensor = field(init=False)  # of the micro-batches of this pass that this rank has run
+    returned: list[Tensor] = field(init=False)  # sums that the step returned for them, [2] each
 
     def own_part(self, count: int) -> MicroBatches:
         """Return micro-batches of one sequence for this rank's own samples, on each rank as many as the most."""
@@ -104,11 +109,12 @@ class PipelineRun:
         forward_step = partial(self._forward_step, step, of_losses[0] / weights[:-1])
         balancing = [Balancing(of_losses[0] / sequences, frequencies) for _ in whole]
         feed = [
-            (self._on_this_rank(batch), {"masks": evolve(masks, first_sample=start), "balancing": losses})
+            (self._on_device(batch), {"masks": evolve(masks, first_sample=start), "balancing": losses})
             for start, batch, losses in zip(part.starts, whole, balancing, strict=True)
         ]
         feeds = [iter(feed) for _ in self.chunks]  # each chunk has its own iterator over all
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device.current())
+        self.returned = []
         sums = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
@@ -119,6 +125,8 @@ class PipelineRun:
             forward_only=forward_only,
             **self._sends(part),
         )
+        if self.own_steps:
+            check_equal_sums(step, self.returned, self.groups)
         return self._totals(part, [each["sums"] for each in sums], [losses.records for losses in balancing])
 
     def _totals(self, part: MicroBatches, sums: list[Tensor], records: list[dict[str, Tensor]]) -> LossTotals:
@@ -193,20 +201,27 @@ class PipelineRun:
         """Return a micro-batch as whole sequences, named tensors [size ..]. Beyond the last sample, repeat that one."""
         own = [samples(min(start + j, part.stop - 1)) for j in range(part.size)]
         for sample in own if not self.checked else ():
-            check_sample(self.graph, sample, self.plan.workload.seq)
+            check_sample(self.graph, sample, self.plan.workload.seq, more=self.reads_more)
         self.checked = True
-        return {name: torch.stack([sample[name] for sample in own]) for name in own[0]}
+        return stacked(own)
+
+    def _on_device(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch on this rank's device, as whole sequences."""
+        inputs = {n.name: n.value.dtype for n in self.graph.nodes if n.is_input}
+        dtype = self.chunks[0].config.params_dtype
+        computed = (x.to(dtype) if inputs.get(name) is DType.COMPUTE else x for name, x in batch.items())
+        return {name: x.contiguous().to(device.current()) for name, x in zip(batch, computed, strict=True)}
 
     def _on_this_rank(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch on this rank's device, with its context-parallel part of each sequence."""
-        out, layout = {}, self.plan.layout
-        for name, x in batch.items():
-            value = self.graph.nodes[self.graph.index[name]].value
-            for i, d in enumerate(value.shape):
-                if d.name in SEQUENCES and layout.cp > 1:
-                    x = x.index_select(i, zigzag(x.shape[i], layout.cp, self.groups.cp_rank))
-            x = x.to(self.chunks[0].config.params_dtype) if value.dtype is DType.COMPUTE else x
-            out[name] = x.contiguous().to(device.current())
+        """Return the inputs of the model in a micro-batch: of each sequence, this rank's context-parallel part."""
+        out, cp = {}, self.plan.layout.cp
+        for node in (n for n in self.graph.nodes if n.is_input):
+            if node.name not in batch:
+                raise UserError(f"forward was called without {node.name}: give it the whole batch")
+            x = batch[node.name]
+            for i, d in enumerate(node.shape):
+                x = zigzag_part(x, i, cp, self.groups.cp_rank) if d.name in SEQUENCES else x
+            out[node.name] = x.contiguous()
         return out
 
     def _weights(self, whole: list[MicroBatch]) -> Tensor:
@@ -237,13 +252,12 @@ class PipelineRun:
         whole_batch, options = next(feed)
 
         def forward(batch: MicroBatch) -> Outputs | None:
-            results.append(out := chunk(**batch, **options))
+            results.append(out := chunk(**self._on_this_rank(batch), **options))
             if not isinstance(out, dict):
                 return None
-            losses = self.terms.losses
-            loss_sum, weight_sum, each = losses.sums(out[losses.end], ratios)
+            outputs, each = self._outputs(out, ratios)
             results.append(each)
-            return Outputs({name: self._without_padding(name, x) for name, x in out.items()}, loss_sum, weight_sum)
+            return outputs
 
         sums = step(forward, dict(whole_batch))
         if not results:
@@ -255,22 +269,26 @@ class PipelineRun:
         loss_sum = sums[0].clone()  # the schedules free it, which they refuse for a view
         return loss_sum, partial(self._reduce_loss, torch.as_tensor(sums[1]), results[1])
 
-    def _without_padding(self, name: str, x: Tensor) -> Tensor:
-        """Return logits without the columns that pad the vocabulary on this rank; other values unchanged."""
-        shape = self.graph.nodes[self.graph.index[name]].shape
-        if "vocab" not in shape:
-            return x
-        vocab, columns = shape["vocab"].known, x.shape[-1]
-        first = self.groups.tp_rank * columns if columns < vocab else 0  # of all ranks, if they share the columns
-        return x.narrow(-1, 0, max(0, min(columns, vocab - first)))
+    def _outputs(self, out: dict[str, Tensor], ratios: Tensor) -> tuple[Outputs, Tensor]:
+        """Return what a step sees of the last stage's outputs, and a report of each declared loss, [1 + losses, 2].
+
+        The sums of steps of the user's own are over whole sequences; else each context-parallel rank has its part.
+        """
+        losses = self.terms.losses
+        loss_sum, weight_sum, each = losses.sums(out[losses.end], ratios)
+        if self.own_steps:
+            loss_sum, weight_sum = over_cp(torch.stack([loss_sum, weight_sum]), self.groups)
+        return Outputs(LocalOutputs(out, self.graph, self.groups, losses), loss_sum, weight_sum.detach()), each
 
     def _reduce_loss(
         self, weight_sum: Tensor, each: Tensor, loss_sum: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return a micro-batch's loss sum, the number of its backward passes, and a report of its sums."""
-        weight = weight_sum.detach().to(self.weight_sum)
-        self.weight_sum += weight
-        total = torch.stack([loss_sum.detach().to(weight), weight])
+        total = torch.stack([loss_sum.detach().to(self.weight_sum), weight_sum.detach().to(self.weight_sum)])
+        self.returned.append(total)
+        if self.own_steps and self.groups.cp_rank > 0:
+            total = torch.zeros_like(total)  # the sums are over whole sequences, on each context-parallel rank
+        self.weight_sum += total[1]
         report = torch.cat([total[None], each.to(total)])
         return loss_sum, torch.ones((), dtype=torch.int, device=report.device), {"sums": report}
 
@@ -279,7 +297,17 @@ class PipelineRun:
 
         Corrections of router scores move with them, unless weights are frozen.
         """
+        for chunk in chunks:
+            reduce_unreached(chunk)
         finalize_model_grads(chunks, self.weight_sum, **options)
         self.shared_gradients.sum()
         if not any(s.frozen for s in self.graph.weights.values()):
             move_corrections(chunks, self.groups.collection.tp_dp_cp)
+
+
+def reduce_unreached(chunk: DistributedDataParallel) -> None:
+    """Let the buckets be reduced whose gradients wait for parameters that the loss does not reach. They stay zero."""
+    if chunk.ddp_config.overlap_grad_reduce:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for p in group.params - group.per_param_grad_ready_counts.keys():
+                group.register_grad_ready(p)

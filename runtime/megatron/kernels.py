@@ -130,6 +130,15 @@ def zigzag(seq: int, cp: int, rank: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
 
 
+def zigzag_part(x: Tensor, dim: int, cp: int, rank: int) -> Tensor:
+    """Return the positions along a dim that a context-parallel rank holds, in its order."""
+    if cp == 1:
+        return x
+    assert x.shape[dim] % (2 * cp) == 0, f"{2 * cp} chunks of a sequence of {x.shape[dim]}"
+    chunks = x.chunk(2 * cp, dim)
+    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]], dim)
+
+
 def from_zigzag(x: Tensor, n: int) -> Tensor:
     """Return the tokens of n zigzag ranks, concatenated along the first dim, in sequence order."""
     chunks = x.unflatten(0, (n, 2, -1))

@@ -66,14 +66,20 @@ class ProcessGroups:
 
 
 def create_process_groups(layout: Layout) -> ProcessGroups:
-    """Create the process groups of a layout. Raise UserError if torch.distributed has another number of ranks."""
+    """Return the process groups of a layout, created once: engines of one process share them.
+
+    Raise UserError if torch.distributed has another number of ranks, or if the process has groups of another mesh.
+    """
     if dist.get_world_size() != layout.world:
         raise UserError(
             f"the plan is for {layout.world} ranks, but {dist.get_world_size()} are running\n"
             f"start {layout.world} ranks, or plan for {dist.get_world_size()}"
         )
-    with _shared_single_rank_groups():
-        _initialize(layout)
+    if parallel_state.model_parallel_is_initialized():
+        _check_mesh(layout)
+    else:
+        with _shared_single_rank_groups():
+            _initialize(layout)
     return ProcessGroups(layout, ProcessGroupCollection.use_mpu_process_groups())
 
 
@@ -83,6 +89,26 @@ def collective_timeout() -> timedelta:
     options = world._get_backend(world._device_types[0]).options
     timeout: timedelta = options._timeout if options else default_pg_timeout  # torch's fake backend has no options
     return timeout
+
+
+def _check_mesh(layout: Layout) -> None:
+    """Raise UserError unless the process groups of this process are those of a layout."""
+    wanted = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "etp", "vpp")}
+    found = {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+    }
+    differing = [axis for axis in wanted if wanted[axis] != found[axis]]
+    if differing:
+        shown = ", ".join(f"{axis} {found[axis]}, not {wanted[axis]}" for axis in differing)
+        raise UserError(
+            f"this process has an engine of another device mesh: {shown}\n"
+            "plan the models of one process with equal tp, pp, cp, ep, etp and vpp, or run them in separate processes"
+        )
 
 
 def _initialize(layout: Layout) -> None:

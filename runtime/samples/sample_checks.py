@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,22 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.primitives import program
 
 
-def check_sample(graph: Graph, sample: Mapping[str, Any], seq: int) -> None:
-    """Raise UserError unless a sample has the names, shapes and types of the model's inputs, and ids in its tables."""
+def check_sample(graph: Graph, sample: Mapping[str, Any], seq: int, *, more: bool = False) -> None:
+    """Raise UserError unless a sample has the names, shapes and types of the model's inputs, and ids in its tables.
+
+    more: the sample may have tensors of other names, which steps of the user's own read.
+    """
     inputs = {n.name: n for n in graph.nodes if n.is_input}
     if missing := sorted(inputs.keys() - sample.keys()):
         raise UserError(f"a sample lacks {', '.join(missing)}; {graph.name} has the inputs {', '.join(inputs)}")
-    if extra := sorted(sample.keys() - inputs.keys()):
-        raise UserError(f"a sample has {', '.join(extra)}; {graph.name} has the inputs {', '.join(inputs)} only")
+    if (extra := sorted(sample.keys() - inputs.keys())) and not more:
+        raise UserError(
+            f"a sample has {', '.join(extra)}; {graph.name} has the inputs {', '.join(inputs)} only\n"
+            "a training_step or validation_step of your own may read more tensors: give steps that have one"
+        )
+    for name in extra:
+        if not isinstance(sample[name], Tensor):
+            raise UserError(f"{name} of a sample is a {type(sample[name]).__name__}: it must be a tensor")
     for name, node in inputs.items():
         x, want = sample[name], [d.size or seq for d in node.shape if d.name != "batch"]
         if not isinstance(x, Tensor):
@@ -107,3 +116,15 @@ def _rows(graph: Graph, node: Node) -> int | None:
             if any(id(a.source) in entering for a in step.value.args) and isinstance(key, str):
                 rows += [a.shape[key].known for a in step.value.args if key in a.shape]
     return min(rows, default=None)
+
+
+def stacked(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the named tensors of some samples, [samples ..]. Raise UserError if names or shapes differ."""
+    shapes = [{name: list(x.shape) for name, x in sample.items()} for sample in samples]
+    if other := next((s for s in shapes if s != shapes[0]), None):
+        names = [name for name in {**shapes[0], **other} if shapes[0].get(name) != other.get(name)]
+        found = "; ".join(
+            f"{name} is {shapes[0].get(name, 'absent')} and {other.get(name, 'absent')}" for name in names
+        )
+        raise UserError(f"the samples of a micro-batch have tensors of different names or shapes: {found}")
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}

@@ -58,9 +58,10 @@ def test_layouts_compute_the_declared_losses_and_their_gradients(plan_of: Any) -
     check(run_cases([Case(row, plan.model, plan) for row, plan in plans.items()], 4, timeout=LIMIT))
 
 
-def test_own_steps_train_on_pipeline_stages() -> None:
-    one, two = own_steps.main(1), own_steps.main(2)
-    assert one == pytest.approx(two, rel=1e-5)
+def test_own_steps_train_on_pipeline_stages_and_on_shards_of_the_vocabulary() -> None:
+    one, stages, shards = own_steps.main(pp=1), own_steps.main(pp=2), own_steps.main(tp=2)
+    assert stages == pytest.approx(one, rel=1e-5)
+    assert shards == pytest.approx(one, rel=1e-5)
     assert len(set(one)) == 3
 
 
