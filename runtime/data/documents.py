@@ -206,6 +206,8 @@ def _jsonl(path: Path, chunk: Chunk, key: str) -> Iterator[Document]:
                 row = json.loads(line)
             except ValueError as error:
                 raise UserError(f"{_line(path, at)} is not JSON: {_first_line(error)}") from None
+            except RecursionError:
+                raise UserError(f"{_line(path, at)} is nested too deeply\ngive a text under {key!r}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{_line(path, at)} is not a JSON object\ngive one object per line, with a key {key!r}")
             if key not in row:
@@ -245,13 +247,28 @@ def _check_column(where: str, names: Iterable[str], key: str) -> None:
 def _document(value: Any, place: Callable[[], str], key: str) -> Document:
     """Return a document. place: returns the row as text, for a message."""
     if isinstance(value, str):
+        _check_characters(value, place, key)
         return value
     if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
+        for message in value:
+            for part in (x for x in message.values() if isinstance(x, str)):
+                _check_characters(part, place, key)
         return value
     raise UserError(
         f"{place()} has a value of type {type(value).__name__} under {key!r}\n"
         "a document is a text, or a list of messages with role and content"
     )
+
+
+def _check_characters(text: str, place: Callable[[], str], key: str) -> None:
+    """Raise UserError for a text that no UTF-8 stands for: JSON can name halves of characters, such as "\\ud800"."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{place()} has a surrogate without its pair under {key!r}: \\u{ord(text[error.start]):04x}, character "
+            f"{error.start + 1:,}, which is no text\nremove or replace it"
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -236,6 +236,18 @@ if __name__ == "__main__":
             lambda p: p.write_text('{"text": 3}\n'),
             r"line 1, has a value of type int under 'text'\na document is a text",
         ),
+        (
+            lambda p: p.write_text('{"text": "a"}\n{"text": "ab\\ud800"}\n'),
+            r"line 2, has a surrogate without its pair under 'text': \\ud800, character 3, which is no text\nremove",
+        ),
+        (
+            lambda p: p.write_text('{"text": [{"role": "user", "content": "\\udfff"}]}\n'),
+            r"line 1, has a surrogate without its pair under 'text': \\udfff, character 1",
+        ),
+        (
+            lambda p: p.write_text('{"text": "a"}\n' + "[" * 100_000 + "\n"),
+            r"line 2, is nested too deeply\ngive a text",
+        ),
         (lambda p: p.write_text(""), r"a.jsonl is empty"),
         (lambda p: p.write_text('{"text": ""}\n'), r"no text in .*a.jsonl: every document is empty"),
         (lambda p: p.write_text("Dear reader", "utf-16"), r"line 1, is not JSON"),
@@ -254,9 +266,10 @@ def test_bad_jsonl_is_named_and_nothing_is_written(
     write: Callable[[Path], object], message: str, tokenizer: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "a.jsonl")
-    with pytest.raises(UserError, match=message):
-        made(Preprocessing(sources=(str(tmp_path / "a.jsonl"),), prefix=tmp_path / "out", tokenizer=str(tokenizer)))
-    assert not list(tmp_path.glob("out*"))
+    for options in ({"tokenizer": str(tokenizer)}, {"tokenizer": "bytes"}, {"train_vocab": 257}):
+        with pytest.raises(UserError, match=message):
+            made(Preprocessing(sources=(str(tmp_path / "a.jsonl"),), prefix=tmp_path / "out", **options))  # type: ignore[arg-type]
+        assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize(
