@@ -12,6 +12,7 @@ from megaloom.dsl.errors import UserError
 
 from .description import TOKENIZER_SUFFIX, Description, read_description
 from .indexed import INDEX_SUFFIX, TOKENS, IndexedDataset, is_indexed, open_indexed, path_of
+from .integrity import check_described
 from .part import DataPart
 from .split import DEFAULT_SPLIT, PARTS, TokenRange, parse_split, split_ranges
 from .text_files import STDLIB, gather
@@ -157,11 +158,7 @@ def _common_ids(datasets: list[IndexedDataset], descriptions: list[Description |
     """Return the ids of all datasets. Raise UserError if they were made with different tokenizers."""
     described = [(d, x) for d, x in zip(datasets, descriptions, strict=True) if x is not None]
     for dataset, description in described:
-        if dataset.tokens != description.tokens:
-            raise UserError(
-                f"{path_of(dataset.prefix, INDEX_SUFFIX)} has {dataset.tokens:,} tokens, its description says "
-                f"{description.tokens:,}\nthe files are of two datasets: write them again"
-            )
+        check_described(dataset, description)
         if description.tokenizer != described[0][1].tokenizer:
             raise UserError(
                 f"{dataset.prefix} and {described[0][0].prefix} were made with different tokenizers\n"

@@ -1,9 +1,12 @@
-"""PREFIX.json beside an indexed dataset: its tokenizer, and a digest of what it was made of."""
+"""PREFIX.json beside an indexed dataset: its tokenizer, and digests of what it was made of and of what was written."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import cattrs
 from attrs import frozen
@@ -29,6 +32,8 @@ class Description:
     ids: TokenIds
     tokenizer: str  # digest of the tokenizer's files
     chat: bool = False  # conversations: samples have whole documents
+    tokens_digest: str = ""  # of the tokens that were written; earlier versions wrote none
+    checksum: str = ""  # of the other fields, in the file; earlier versions wrote none
 
     @property
     def is_bytes(self) -> bool:
@@ -45,6 +50,8 @@ def read_description(prefix: Path) -> Description | None:
             raise UserError(
                 f"{path} has version {contents['version']}; this megaloom reads version {DESCRIPTION_VERSION}"
             )
+        if "checksum" in contents and contents["checksum"] != _checksum(contents):
+            raise UserError(f"{path} has changed since it was written\ncopy the files of the dataset again")
         return cattrs.structure(contents, Description)
     except FileNotFoundError:
         return None
@@ -52,10 +59,18 @@ def read_description(prefix: Path) -> Description | None:
         raise
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, cattrs.BaseValidationError):
+    except (ValueError, TypeError, KeyError, RecursionError, cattrs.BaseValidationError):
         raise UserError(f"{path} does not describe a dataset\nremove it, or write the dataset again") from None
 
 
 def write_description(description: Description, prefix: Path) -> None:
-    """Write PREFIX.json."""
-    path_of(prefix, SUFFIX).write_text(json.dumps(cattrs.unstructure(description), indent=2) + "\n")
+    """Write PREFIX.json, with its checksum."""
+    contents = cattrs.unstructure(description)
+    contents["checksum"] = _checksum(contents)
+    path_of(prefix, SUFFIX).write_text(json.dumps(contents, indent=2) + "\n")
+
+
+def _checksum(contents: Mapping[str, Any]) -> str:
+    """Return the checksum of the fields of a description."""
+    others = {name: value for name, value in contents.items() if name != "checksum"}
+    return blake2b(json.dumps(others, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -32,6 +32,7 @@ from .indexed import (
     unfinished_path,
     write_index,
 )
+from .integrity import check_described, tokenizer_digest, tokens_digest
 from .token_ids import BYTE_IDS
 from .tokenizer import load_tokenizer, save_tokenizer, train_bpe
 
@@ -96,26 +97,16 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
 
 def _digest(request: Preprocessing, sources: list[DocumentSource]) -> str:
     """Return a digest of all that decides the contents of the dataset."""
-    tokenizer = f"bpe {request.train_vocab}" if request.tokenizer is None else _contents(request.tokenizer)
+    tokenizer = f"bpe {request.train_vocab}" if request.tokenizer is None else tokenizer_digest(request.tokenizer)
     parts = (tokenizer, request.key, request.append_eos, [s.digest for s in sources])
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _contents(tokenizer: str) -> str:
-    """Return a digest of the files of a tokenizer."""
-    path = Path(tokenizer).expanduser()
-    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
-    digest = blake2b(tokenizer.encode() if tokenizer == BYTE_IDS.name else b"", digest_size=16)
-    for file in files:
-        if file.suffix in (".json", ".model", ".jinja", ".txt"):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def _finished(prefix: Path, digest: str) -> Description:
     """Return the description of a dataset that is there. Raise UserError if it was made of something else."""
-    open_indexed(prefix)
+    dataset = open_indexed(prefix)
     if (known := read_description(prefix)) and known.digest == digest:
+        check_described(dataset, known)
         return known
     raise UserError(
         f"{path_of(prefix, INDEX_SUFFIX)} exists, made of other sources or with other options\n"
@@ -222,8 +213,9 @@ def _join(request: Preprocessing, tokenizer: str, parts: Path, sources: Sources,
         documents=len(lengths),
         tokens=int(lengths.sum()),
         ids=ids,
-        tokenizer=_contents(tokenizer),
+        tokenizer=tokenizer_digest(tokenizer),
         chat=True in chats,
+        tokens_digest=tokens_digest(prefix),
     )
     write_description(description, prefix)
     write_index(lengths, prefix, smallest_token_type(ids.vocab))

@@ -29,7 +29,7 @@ class TokenizerFormat(Enum):
     SETTINGS = f"settings without a vocabulary ({CONFIG_NAME})"
 
 
-FILES = {
+FORMAT_FILES = {
     TokenizerFormat.JSON: (JSON_NAME,),
     TokenizerFormat.SENTENCEPIECE: MODEL_NAMES,
     TokenizerFormat.BPE: (VOCAB_JSON, MERGES),
@@ -54,10 +54,10 @@ def format_of(path: Path) -> TokenizerFormat | None:
     A config.json alone is no tokenizer.
     """
     if path.is_dir():
-        return next((kind for kind, names in FILES.items() if any((path / n).is_file() for n in names)), None)
+        return next((kind for kind, names in FORMAT_FILES.items() if any((path / n).is_file() for n in names)), None)
     if path.suffix == ".model":
         return TokenizerFormat.SENTENCEPIECE
-    return next((kind for kind, names in FILES.items() if path.name in names), TokenizerFormat.JSON)
+    return next((kind for kind, names in FORMAT_FILES.items() if path.name in names), TokenizerFormat.JSON)
 
 
 def sentencepiece_file(path: Path) -> Path:
@@ -71,7 +71,7 @@ def check_readable(path: Path, kind: TokenizerFormat) -> None:
         if kind in (TokenizerFormat.JSON, TokenizerFormat.SENTENCEPIECE):
             return
         raise UserError(f"{path} is one file of {kind.value}\ngive its folder: --tokenizer {path.parent}")
-    missing = [name for name in FILES[kind] if not (path / name).is_file()]
+    missing = [name for name in FORMAT_FILES[kind] if not (path / name).is_file()]
     if kind is TokenizerFormat.BPE and missing:
         raise UserError(f"the tokenizer {path} is {kind.value}, and {missing[0]} is missing\ncopy that file too")
     if kind in CLASSES and not class_name(path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,40 @@ def padded_prompts(folder: Path) -> str:
     with pytest.raises(UserError, match="is padding, and would be read as text"):
         generate(model, rows, settings)
     return f"with a mask {ours} as transformers; refused without one"
+
+
+@finding("fuzz D5", "A lone surrogate in JSONL ends in a traceback and leaves files", Verdict.REFUSED)
+def lone_surrogate(folder: Path) -> str:
+    (folder / "d.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
+    with_vocabulary(folder / "bpe", whole=True)
+    seen = ""
+    for words in (("--tokenizer", "bpe"), ("--tokenizer", "bytes"), ("--train-vocab", "300")):
+        ended = megaloom(folder, "data", "d.jsonl", "-o", "out", *words)
+        seen = refuses(ended, "d.jsonl, line 2, has a surrogate without its pair")
+        assert not list(folder.glob("out*"))
+    return seen
+
+
+@finding("fuzz D17", "A dataset and its tokenizer may not belong together", Verdict.REFUSED)
+def foreign_tokenizer(folder: Path) -> str:
+    (folder / "text.jsonl").write_text('{"text": "the purpose of life is to be"}\n' * 300)
+    passes(megaloom(folder, "data", "text.jsonl", "-o", "ds", "--train-vocab", "270"))
+    words = ("train", "--data", "ds", "--set", "vocab=300", "--steps", "1", "--devices", "1", "--batch", "2")
+
+    def refused(name: str, change: Callable[[str], str], message: str) -> str:
+        path = folder / name
+        before = path.read_bytes()
+        path.write_bytes(change(before.decode("latin-1")).encode("latin-1"))
+        seen = refuses(megaloom(folder, *words), message)
+        path.write_bytes(before)
+        return seen
+
+    refused("ds-tokenizer/tokenizer.json", lambda text: text[: len(text) // 2], "is not the tokenizer that made")
+    refused("ds.json", lambda text: re.sub(r'"vocab": \d+', '"vocab": 1', text), "has changed since it was written")
+    refused("ds.json", lambda text: text.replace('"documents": 300', '"documents": -200'), "has changed since")
+    refused("ds.bin", lambda text: text[:-2] + chr(ord(text[-2]) ^ 1) + text[-1], "ds.bin has changed since")
+    twins = json.loads((folder / "ds-tokenizer" / "tokenizer.json").read_text())
+    twins["model"]["vocab"]["twin"] = 5
+    (folder / "twins.json").write_text(json.dumps(twins))
+    again = megaloom(folder, "data", "text.jsonl", "-o", "other", "--tokenizer", "twins.json")
+    return refuses(again, "has two tokens of the id 5")
