@@ -11,17 +11,14 @@ from torch import Tensor
 
 from megaloom.dsl import (
     Graph,
-    LossSums,
     MaskedToken,
     MoE,
     NextToken,
-    Node,
     SequenceToSequence,
     StackLosses,
 )
-from megaloom.dsl.node import primitives
-from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.runtime.body.balancing_loss import record_size, recorded_balance, recorded_frequencies
+from megaloom.runtime.samples.samples import is_over_positions
 
 from .results import BALANCING, EvaluationResult
 
@@ -41,7 +38,7 @@ class Losses:
         node = graph.nodes[graph.index[graph.outputs[0]]]
         op = node.value.source.op
         names = node.inputs if isinstance(op, StackLosses) else (node.name,)
-        copies = tuple(1 if _is_of_positions(graph.nodes[graph.index[name]]) else cp for name in names)
+        copies = tuple(1 if is_over_positions(graph.nodes[graph.index[name]]) else cp for name in names)
         return cls(node.name, names, op.coefficients if isinstance(op, StackLosses) else (1.0,), copies)
 
     def sums(self, end: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,9 +166,3 @@ class LossTotals:
 def _predicts_tokens(op: Any) -> bool:
     """Return whether a loss is the cross-entropy of the next token, of masked tokens, or of a target."""
     return isinstance(op, MaskedToken | SequenceToSequence) or (isinstance(op, NextToken) and not op.offset)
-
-
-def _is_of_positions(loss: Node) -> bool:
-    """Return whether a loss adds up over the positions of sequences, which context-parallel ranks share."""
-    ends = [v for v, *_ in primitives(loss.value) if isinstance(v.op, LossSums)]
-    return any(d.name in SEQUENCES for v in ends for d in v.args[0].shape)

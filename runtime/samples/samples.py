@@ -19,6 +19,7 @@ from megaloom.dsl import (
     DocumentIndices,
     DType,
     Graph,
+    LossSums,
     MaskedScatter,
     MaskedToken,
     NextToken,
@@ -28,6 +29,8 @@ from megaloom.dsl import (
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.layers.losses import Stacked
+from megaloom.dsl.node import primitives
+from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 
@@ -61,6 +64,12 @@ def objective_of(graph: Graph) -> Objective:
         Classification: Objective.CLASSES,
     }
     return next((o for kind, o in kinds.items() if any(isinstance(op, kind) for op in ops)), Objective.NEXT)
+
+
+def is_over_positions(loss: Node) -> bool:
+    """Return whether a loss adds up over the positions of sequences, which context-parallel ranks share."""
+    ends = [v for v, *_ in primitives(loss.value) if isinstance(v.op, LossSums)]
+    return any(d.name in SEQUENCES for v in ends for d in v.args[0].shape)
 
 
 @frozen
@@ -131,8 +140,9 @@ class SampleMaker:
 
     @property
     def counted_word(self) -> str:
-        """Return what a loss is a mean over."""
-        return "tokens" if self.objective.predicts_text else "samples"
+        """Return what a loss is a mean over: samples, if each has a class or is summed before the mean."""
+        losses = [n for n in self.graph.nodes if n.is_loss and not isinstance(n.op, Stacked)]
+        return "tokens" if any(map(is_over_positions, losses)) else "samples"
 
     def _inputs(self) -> list[Node]:
         """Return the inputs that more than losses read."""

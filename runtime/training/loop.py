@@ -285,7 +285,8 @@ class Loop:
 
     def _summary(self, held_out: EvaluationResult | None, test: EvaluationResult | None) -> Summary:
         assert self.saved, "a run ends with a checkpoint"
-        validation = self.run.corpus.validation if self.maker.objective.predicts_text else None
+        predicts_tokens = self.maker.objective.predicts_text and self.maker.unit
+        validation = self.run.corpus.validation if predicts_tokens else None
         entropy = validation.unigram_entropy() if validation else None
         peaks = [0] * dist.get_world_size()
         dist.all_gather_object(peaks, device.peak_memory())

@@ -76,8 +76,8 @@ class GradientDifference:
 class Comparison:
     """Two short runs and the tolerance for their difference.
 
-    The tolerance is absolute for losses, relative for gradient norms, and relative to the weight's own scale for
-    gradients.
+    The tolerance is that of a loss or a gradient norm of 1; a larger one may differ in proportion. For gradients it is
+    relative to the weight's own scale.
     """
 
     planned: Curve
@@ -88,14 +88,13 @@ class Comparison:
 
     @property
     def loss_error(self) -> float:
-        """Return the largest difference between two losses, in nats per token."""
-        return max(abs(a - b) for a, b in zip(self.planned.losses, self.reference.losses, strict=True))
+        """Return the largest difference between two losses, divided by max(1, |reference loss|)."""
+        return _largest_difference(self.planned.losses, self.reference.losses)
 
     @property
     def norm_error(self) -> float:
         """Return the largest difference between two gradient norms, divided by max(1, reference norm)."""
-        pairs = zip(self.planned.grad_norms, self.reference.grad_norms, strict=True)
-        return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
+        return _largest_difference(self.planned.grad_norms, self.reference.grad_norms)
 
     @property
     def gradient_error(self) -> float:
@@ -111,6 +110,12 @@ class Comparison:
     def agrees(self) -> bool:
         """Return whether losses, norms and gradients are within the tolerance. NaN never is."""
         return self.loss_error <= self.tolerance and self.norm_error <= self.tolerance and not self.differing
+
+
+def _largest_difference(values: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest |value - reference| / max(1, |reference|) of the steps. NaN counts as infinite."""
+    errors = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(values, reference, strict=True)]
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def tolerance(precision: Precision) -> float:

@@ -6,8 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import frozen
 
-from megaloom.dsl import Graph, Model, NextToken, graph, model, packed, token_weights, without_loss
+from megaloom.dsl import (
+    CrossEntropy,
+    Graph,
+    Layer,
+    Model,
+    NextToken,
+    Sum,
+    Value,
+    apply,
+    graph,
+    labels,
+    loss_sums,
+    model,
+    packed,
+    token_weights,
+    without_loss,
+)
 from megaloom.dsl.errors import UserError
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llava import clip, llava
@@ -56,6 +73,21 @@ def sample(g: Graph, i: int, seq: int = SEQ) -> Sample:
 def test_layouts_compute_the_declared_losses_and_their_gradients(plan_of: Any) -> None:
     plans = {row: plan_of(ref, layout, batch=BATCH, seq=SEQ) for row, (ref, layout) in RUN.items()}
     check(run_cases([Case(row, plan.model, plan) for row, plan in plans.items()], 4, timeout=LIMIT))
+
+
+@frozen
+class OfSamples(Layer):
+    """The sum of the cross-entropy of each sample."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return loss_sums(apply(Sum(("seq",)), apply(CrossEntropy("vocab"), x, labels())))
+
+
+def test_a_loss_is_a_mean_over_tokens_or_over_samples() -> None:
+    logits = without_loss(tiny_gpt()).outputs[0]
+    models = (tiny_gpt(), tiny_vit(), model("of-samples", logits >> OfSamples()))
+    assert [SampleMaker.of(graph(m), SEQ).counted_word for m in models] == ["tokens", "samples", "samples"]
+    assert [SampleMaker.of(graph(m), SEQ).unit for m in models] == ["nats per byte", "nats (classification)", ""]
 
 
 def test_own_steps_train_on_pipeline_stages_and_on_shards_of_the_vocabulary() -> None:

@@ -15,7 +15,8 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner import Plan, Precision, Workload, cluster, plan
 from megaloom.runtime import Recipe, shard, token_log_probs
 from megaloom.runtime.launch import launcher
-from tests.support.findings.finding import Verdict, finding
+from tests.support.findings.finding import Verdict, finding, megaloom, passes
+from tests.support.findings.finding import plan as plan_command
 from tests.support.paths import ROOT, TEST_MODELS
 
 SCORED = f"{TEST_MODELS / 'scored.py'}:scored"
@@ -104,16 +105,20 @@ def different_batches(folder: Path) -> str:
     return f"{other[0][0].splitlines()[0]}; with {{}}: {none[0][0]}"
 
 
+def own_columns(outputs: Any, batch: Any) -> Any:
+    """A sum over this rank's columns alone."""
+    return outputs.loss_sum + 0.01 * outputs.values["unembed.0"].float()[..., :8].square().sum(), outputs.weight_sum
+
+
+def all_columns(outputs: Any, batch: Any) -> Any:
+    """A sum over the whole logits."""
+    return outputs.loss_sum + 0.01 * outputs.gathered("unembed.0").float().square().sum(), outputs.weight_sum
+
+
 @finding("spotcheck N4", "The loss that a step of one's own reports depends on the layout", Verdict.MENDED)
 def squares_of_logits(folder: Path) -> str:
-    def own_columns(outputs: Any, batch: Any) -> Any:
-        return outputs.loss_sum + 0.01 * outputs.values["unembed.0"].float()[..., :8].square().sum(), outputs.weight_sum
-
-    def whole(outputs: Any, batch: Any) -> Any:
-        return outputs.loss_sum + 0.01 * outputs.gathered("unembed.0").float().square().sum(), outputs.weight_sum
-
     llama = f"{TEST_MODELS / 'small.py'}:byte_llama"
-    losses = [ranks(plain_loss, whole, ref=llama, **world)[-1] for world in WORLDS]
+    losses = [ranks(plain_loss, all_columns, ref=llama, **world)[-1] for world in WORLDS]
     assert max(losses) - min(losses) < 1e-5 * losses[0], losses
     refused = ranks(plain_loss, own_columns, ref=llama, tp=2)
     assert "returned different sums" in refused[0] and refused[0] == refused[1], refused
@@ -207,12 +212,17 @@ def reference_in_the_batch(folder: Path) -> str:
     return equal_losses(preferences, {"dp": 1}, {"pp": 2}, {"tp": 2}, ref_logp=torch.tensor([-100.0, -90, -95, -101]))
 
 
+def own_positions(outputs: Any, batch: Any) -> Any:
+    """A sum over the positions of this rank alone."""
+    return outputs.values["score.0"].sum(), outputs.weight_sum
+
+
 @finding("users 8", "Values of a step are laid out as no page says, and differ silently under cp", Verdict.MENDED)
 def steps_of_pairs(folder: Path) -> str:
     worlds = ({"dp": 1}, {"cp": 2}, {"tp": 2})
     dpo = equal_losses(preferences, *worlds, ref_logp=torch.tensor([-100.0, -90, -95, -101]))
     reward = equal_losses(rewards, *worlds)
-    refused = ranks(loss_of, lambda outputs, batch: (outputs.values["score.0"].sum(), outputs.weight_sum), {}, cp=2)
+    refused = ranks(loss_of, own_positions, {}, cp=2)
     assert all("has only its part of score.0" in message for message in refused), refused
     assert "[seq, batch, vocab / tp]" in (ROOT / "docs/guide/losses.md").read_text()
     return f"DPO {dpo}; reward {reward}"
@@ -223,3 +233,39 @@ def gradients_are_described(folder: Path) -> str:
     text = (ROOT / "docs/guide/own-loop.md").read_text()
     assert "`disagreement`" in text and "DistributedSampler" in text
     return "own-loop.md names value and disagreement"
+
+
+OF_SAMPLES = """
+from attrs import frozen
+from megaloom.dsl import *
+from megaloom.dsl import CrossEntropy, Sum
+
+@frozen
+class OfSamples(Layer):
+    def body(self, x, /, **side):
+        return loss_sums(apply(Sum(("seq",)), apply(CrossEntropy("vocab"), x, labels())))
+
+def own():
+    d, v = Dim("embed", 64), Dim("vocab", 257)
+    block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), SwiGLU(96))
+    x = ids() >> Embed(weight("wte", v, d)) >> repeat(2, block) >> RMSNorm() >> Unembed(weight("head", v, d))
+    return model("own", x >> OfSamples())
+"""
+
+
+@finding("spotcheck N9 verify", "verify compares a loss of 344 absolutely, and fails", Verdict.MENDED)
+def verify_large_loss(folder: Path) -> str:
+    (folder / "own.py").write_text(OF_SAMPLES)
+    size = ("--seq", "64", "--batch", "8", "--precision", "fp32")
+    passes(plan_command(folder, "own.py:own", "--gpus", "4xCPU", *size, "--cp", "2", "--dp", "2", "-o", "p.json"))
+    return passes(megaloom(folder, "verify", "p.json"), "passed: losses differ by at most")
+
+
+@finding("newcomer A7", "Lines on a loss of one's own have holes, and count samples as tokens", Verdict.MENDED)
+def own_loss_in_words(folder: Path) -> str:
+    (folder / "own.py").write_text(OF_SAMPLES)
+    size = ("--seq", "32", "--batch", "4", "--steps", "2", "--devices", "1")
+    ended = megaloom(folder, "train", "own.py:own", *size, "--data", str(ROOT / "docs"), "--out", "r")
+    said = passes(ended, " samples)")
+    assert "unigram entropy" not in ended.text and " tokens)" not in said, ended.text
+    return said
