@@ -9,19 +9,20 @@ over the global batch, whatever the layout. A step sees whole sequences, and ret
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
-from .outputs import Outputs
+if TYPE_CHECKING:
+    from .outputs import Outputs  # it imports megatron-core, which only ranks need
 
 MicroBatch = dict[str, Tensor]  # the named tensors of a micro-batch, [batch ..], whole sequences
 Sums = tuple[Tensor, Tensor]  # loss_sum, weight_sum
 
 
-Forward = Callable[[MicroBatch], Outputs | None]  # None on all stages but the last
+Forward: TypeAlias = "Callable[[MicroBatch], Outputs | None]"  # None on all stages but the last
 
 
 HeldOut = Literal["validation", "test"]
