@@ -227,11 +227,16 @@ def _slots(
 
 @lru_cache(maxsize=64)
 def graph(m: Model) -> Graph:
-    """Return the graph of a model. Raises ShapeError if two of its weights, or two of its inputs, have one name."""
+    """Return the graph of a model.
+
+    Raises ShapeError if two of its weights, or two of its inputs, have one name, or if a body creates an input.
+    """
     walk = _Walk()
     for v in m.outputs:
         walk.read(v)
     ordered = _heads_last(walk.nodes, walk.names[id(m.outputs[-1])])
+    for n in ordered:
+        _check_body(n)
     weights = [[it for it in primitives(n.value) if isinstance(it[0].op, Weight)] for n in ordered]
     uses = Counter(id(v) for them in weights for v, *_ in them)
     shared = {i for i, n in uses.items() if n > 1}
@@ -243,6 +248,18 @@ def graph(m: Model) -> Graph:
             if slot.value is not s.value:
                 raise _duplicate_name((slot, node), (s, n))
     return Graph(m.name, nodes, tuple(walk.names[id(v)] for v in m.outputs), std=m.std)
+
+
+def _check_body(node: Node) -> None:
+    """Raise ShapeError if the body of a node creates an input, of which the graph would not know."""
+    for v, *_ in primitives(node.value):
+        if isinstance(v.op, Input) and not node.is_input:
+            error = ShapeError(
+                f"the body of {node.name} creates the input {str(v.op)!r}: give it to the layer as a field, such as "
+                "`labels: Value = field(factory=labels)`"
+            )
+            add_location(error, f"input {v.op}", v.at)
+            raise error
 
 
 def _heads_last(nodes: list[Node], last: str) -> list[Node]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from megaloom.dsl import (
     CrossEntropy,
@@ -79,8 +79,10 @@ def test_layouts_compute_the_declared_losses_and_their_gradients(plan_of: Any) -
 class OfSamples(Layer):
     """The sum of the cross-entropy of each sample."""
 
+    labels: Value = field(factory=labels)
+
     def body(self, x: Value, /, **side: Value) -> Value:
-        return loss_sums(apply(Sum(("seq",)), apply(CrossEntropy("vocab"), x, labels())))
+        return loss_sums(apply(Sum(("seq",)), apply(CrossEntropy("vocab"), x, self.labels)))
 
 
 def test_a_loss_is_a_mean_over_tokens_or_over_samples() -> None:

@@ -236,14 +236,16 @@ def gradients_are_described(folder: Path) -> str:
 
 
 OF_SAMPLES = """
-from attrs import frozen
+from attrs import field, frozen
 from megaloom.dsl import *
 from megaloom.dsl import CrossEntropy, Sum
 
 @frozen
 class OfSamples(Layer):
+    labels: Value = field(factory=labels)
+
     def body(self, x, /, **side):
-        return loss_sums(apply(Sum(("seq",)), apply(CrossEntropy("vocab"), x, labels())))
+        return loss_sums(apply(Sum(("seq",)), apply(CrossEntropy("vocab"), x, self.labels)))
 
 def own():
     d, v = Dim("embed", 64), Dim("vocab", 257)
