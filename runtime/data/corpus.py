@@ -14,7 +14,7 @@ from .description import TOKENIZER_SUFFIX, Description, read_description
 from .indexed import INDEX_SUFFIX, TOKENS, IndexedDataset, is_indexed, open_indexed, path_of
 from .integrity import check_described
 from .part import DataPart
-from .split import DEFAULT_SPLIT, PARTS, TokenRange, parse_split, split_ranges
+from .split import DEFAULT_SPLIT, PARTS, SplitUnit, TokenRange, parse_split, split_ranges
 from .text_files import STDLIB, gather
 from .token_ids import BYTE_IDS, TokenIds
 
@@ -73,16 +73,20 @@ def _number(word: str) -> float | None:
 
 
 def open_corpus(
-    words: Sequence[str], split: str | None, folder: Path, check: Callable[[TokenIds], None] = lambda ids: None
+    words: Sequence[str],
+    split: str | None,
+    folder: Path,
+    check: Callable[[TokenIds], None] = lambda ids: None,
+    unit: SplitUnit = SplitUnit.SEQUENCES,
 ) -> Corpus:
-    """Return the data of --data and --split. Raise UserError for bad data.
+    """Return the data of --data and --split, whose shares are of this unit. Raise UserError for bad data.
 
     Text is copied into `folder`, after `check` has been called with its ids.
     """
     blend = parse_blend(words)
     prefixes = [_prefix(name) for name in blend.names]
     if all(is_indexed(prefix) for prefix in prefixes):
-        corpus = _indexed_corpus(prefixes, blend.weights, split or DEFAULT_SPLIT)
+        corpus = _indexed_corpus(prefixes, blend.weights, split or DEFAULT_SPLIT, unit)
         check(corpus.ids)
         return corpus
     if len(prefixes) == 1:
@@ -114,14 +118,14 @@ def _text_corpus(source: str, split: str | None, folder: Path) -> Corpus:
     return Corpus(text.digest, DataPart(PARTS[0], (train,)), DataPart(PARTS[1], (held_out,)))
 
 
-def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, split: str) -> Corpus:
+def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, split: str, unit: SplitUnit) -> Corpus:
     shares, datasets = parse_split(split), [_checked(prefix) for prefix in prefixes]
     descriptions = [read_description(prefix) for prefix in prefixes]
     ids = _common_ids(datasets, descriptions)
     if len({dataset.has_mask for dataset in datasets}) > 1:
         raise UserError("--data blends conversations with text\ngive datasets of one kind")
     whole, padding = datasets[0].has_mask, ids.pad or 0
-    train, *others = zip(*(split_ranges(dataset, shares) for dataset in datasets), strict=True)
+    train, *others = zip(*(split_ranges(dataset, shares, unit) for dataset in datasets), strict=True)
     held_out = [tuple(r for r in ranges if r.count) for ranges in others]
     validation, test = (
         DataPart(name, ranges, None, whole, padding) if ranges else None
@@ -129,8 +133,11 @@ def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, spl
     )
     digests = [_digest(d, x) for d, x in zip(datasets, descriptions, strict=True)]
     folder = path_of(prefixes[0], TOKENIZER_SUFFIX)
+    several = any(d.sequences != d.documents and not d.has_mask for d in datasets)
+    by_sequence = unit is SplitUnit.SEQUENCES and several  # earlier versions split by documents
+    contents = (digests, weights, shares, *((unit.value,) if by_sequence else ()))
     return Corpus(
-        blake2b(repr((digests, weights, shares)).encode(), digest_size=16).hexdigest(),
+        blake2b(repr(contents).encode(), digest_size=16).hexdigest(),
         DataPart(PARTS[0], train, weights, whole, padding),
         validation,
         test,

@@ -68,6 +68,11 @@ class IndexedDataset:
         """Return the first token of a document; of document number `documents`, the number of tokens."""
         return self.tokens if document == self.documents else int(self.offsets[document]) // self.token_nbytes
 
+    def sequence_start(self, sequence: int) -> int:
+        """Return the first token of a sequence; of sequence number `sequences`, the number of tokens."""
+        _, offsets, _ = _arrays(self.prefix, self.sequences, self.documents)
+        return self.tokens if sequence == self.sequences else int(offsets[sequence]) // self.token_nbytes
+
     def document_at(self, token: int) -> int:
         """Return the document of a token."""
         return (

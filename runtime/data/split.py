@@ -1,7 +1,12 @@
-"""The parts of a dataset: training, validation and test, as consecutive documents, with Megatron-LM's boundaries."""
+"""The parts of a dataset: training, validation and test, with Megatron-LM's boundaries.
+
+A part is consecutive sequences for models that predict the next token, and consecutive documents for others. The two
+differ for datasets whose documents have several sequences, as Megatron-LM's --split-sentences makes them.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
 from itertools import pairwise
 
 from attrs import frozen
@@ -12,6 +17,13 @@ from .indexed import IndexedDataset
 
 PARTS = "training", "validation", "test"
 DEFAULT_SPLIT = "969,30,1"
+
+
+class SplitUnit(Enum):
+    """What --split counts."""
+
+    SEQUENCES = "sequences"  # as megatron-core's GPTDataset
+    DOCUMENTS = "documents"  # as its MaskedWordPieceDataset, of BERT and T5
 
 
 @frozen
@@ -42,16 +54,21 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)
 
 
-def split_ranges(dataset: IndexedDataset, split: tuple[float, float, float]) -> tuple[TokenRange, ...]:
-    """Return the token ranges of training, validation and test: whole documents, or ranges of a single document.
+def split_ranges(
+    dataset: IndexedDataset, split: tuple[float, float, float], unit: SplitUnit = SplitUnit.SEQUENCES
+) -> tuple[TokenRange, ...]:
+    """Return the token ranges of training, validation and test: whole units, or ranges of a single one.
 
     Boundaries are rounded as by megatron-core 0.16.1, datasets/blended_megatron_dataset_builder.py:470.
     """
-    units = dataset.documents if dataset.documents > 1 else dataset.tokens
+    by_sequence = unit is SplitUnit.SEQUENCES and not dataset.has_mask  # conversations are whole documents
+    count = dataset.sequences if by_sequence else dataset.documents
+    start = dataset.sequence_start if by_sequence else dataset.start
+    units = count if count > 1 else dataset.tokens
     starts, before = [], 0.0
     for share in split:
         starts.append(round(before * units))
         before += share
     borders = [*starts, units]
-    tokens = [dataset.start(b) if dataset.documents > 1 else b for b in borders]
+    tokens = [start(b) if count > 1 else b for b in borders]
     return tuple(TokenRange(dataset, a, b) for a, b in pairwise(tokens))

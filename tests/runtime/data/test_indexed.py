@@ -10,7 +10,7 @@ import torch
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.indexed import open_indexed, path_of, smallest_token_type, write_indexed
-from megaloom.runtime.data.split import parse_split, split_ranges
+from megaloom.runtime.data.split import SplitUnit, parse_split, split_ranges
 from megaloom.runtime.megatron import device
 
 device.prepare()
@@ -19,8 +19,10 @@ from megatron.core.datasets.blended_megatron_dataset_config import (  # noqa: E4
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
+from megatron.core.datasets.gpt_dataset import GPTDataset  # noqa: E402
 from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset  # noqa: E402
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
+from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset  # noqa: E402
 
 DOCUMENTS = [np.array(d) for d in ([5, 6, 7], [250], [1, 2, 3, 4], [0, 255])]
 
@@ -71,6 +73,27 @@ def test_splits_are_megatron_cores(split: str, count: int, tmp_path: Path) -> No
     theirs = [(0, 0) if s is None else (round(s[0] * float(count)), round(s[1] * float(count))) for s in matrix]
     ours = [(r.start, r.stop) if r.count else (0, 0) for r in split_ranges(data, parse_split(split))]
     assert ours == [(a, b) if b > a else (0, 0) for a, b in theirs]
+
+
+@pytest.mark.parametrize("split", ["969,30,1", "8,1,1"])
+def test_documents_of_several_sequences_are_split_as_by_megatron_core(split: str, tmp_path: Path) -> None:
+    """By sequences for GPT, by documents for BERT and T5: as many units as megatron-core's classes count."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.int32)
+    for i in range(40):
+        lengths = [1 + (i * k) % 5 for k in range(1, 2 + i % 4)]
+        builder.add_document(torch.arange(sum(lengths)), lengths)
+    builder.finalize(str(tmp_path / "x.idx"))
+    ours, low = open_indexed(tmp_path / "x"), MegatronDataset(str(tmp_path / "x"))
+    ends = np.concatenate([[0], np.cumsum(low.sequence_lengths)])
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    for unit, theirs, firsts in (
+        (SplitUnit.SEQUENCES, GPTDataset, np.arange(len(ends))),
+        (SplitUnit.DOCUMENTS, MaskedWordPieceDataset, low.document_indices),
+    ):
+        count = theirs.numel_low_level_dataset(low)
+        borders = [(round(s[0] * float(count)), round(s[1] * float(count))) for s in matrix if s]
+        expected = [(int(ends[firsts[a]]), int(ends[firsts[b]])) for a, b in borders]
+        assert [(r.start, r.stop) for r in split_ranges(ours, parse_split(split), unit)] == expected
 
 
 def test_types_of_tokens() -> None:
