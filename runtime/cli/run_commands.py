@@ -28,8 +28,8 @@ def evaluate_last_checkpoint(
     run: Path,
     /,
     *,
-    data: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
-    part: Literal["all", "training", "validation", "test"] = "all",
+    data: Annotated[list[str], Parameter(consume_multiple=True, negative="", show_default=False)] = [],  # noqa: B006
+    part: Literal["all", "training", "validation", "test"] | None = None,
     split: str | None = None,
     batches: int | None = None,
     averaged: Annotated[bool, Parameter(negative="")] = False,
@@ -41,11 +41,11 @@ def evaluate_last_checkpoint(
     run
         The folder that `megaloom train` wrote.
     data
-        Files or folders of text, "stdlib", or prefixes of indexed datasets.
+        Files or folders of text, "stdlib", or prefixes of indexed datasets. [default: those of the run]
     part
-        The part of the data.
+        The part of the data. [default: validation of the run's own data, all of others]
     split
-        Shares of training, validation and test of indexed datasets. [default: 969,30,1]
+        Shares of training, validation and test of indexed datasets. [default: those of the run]
     batches
         Global batches to read of each source, spread over all of it. [default: all]
     averaged

@@ -72,6 +72,11 @@ def _number(word: str) -> float | None:
         return None
 
 
+def is_dataset(word: str) -> bool:
+    """Return whether a word of --data names an indexed dataset, and not text."""
+    return is_indexed(_prefix(word))
+
+
 def open_corpus(
     words: Sequence[str],
     split: str | None,

@@ -14,30 +14,17 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
-from megaloom.runtime.checkpoints.checkpoint_folder import latest
-from megaloom.runtime.data.corpus import Corpus, open_corpus
-from megaloom.runtime.data.part import DataPart
-from megaloom.runtime.data.split import PARTS
-from megaloom.runtime.data.token_ids import TokenIds
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, latest
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
-from .run_data import check_tokenizer, check_vocabulary, sample_of
-from .run_folder import TOKENIZER_NAME, no_checkpoint, plan_and_model
+from .evaluated_text import ALL, EvaluatedText, evaluated_data, open_texts
+from .run_data import sample_of
+from .run_folder import no_checkpoint, plan_and_model
 
-ALL = "all"
-"""The part that has all documents."""
-
-
-@frozen
-class EvaluatedText:
-    """One source of text to evaluate: its name, its tokens, and their vocabulary."""
-
-    name: str
-    part: DataPart
-    ids: TokenIds
+_CHANGED = "the data of the run are not those of step {step}: their files have changed since"
 
 
 @frozen
@@ -56,13 +43,15 @@ class RunEvaluation:
     step: int
     notes: tuple[str, ...]  # about newer ones that are
     losses: tuple[SourceLoss, ...]
+    part: str = ALL
+    split: str | None = None  # of indexed datasets
 
 
 def evaluate_run(
     folder: Path,
-    sources: Sequence[str],
+    sources: Sequence[str] = (),
     *,
-    part: str = ALL,
+    part: str | None = None,
     split: str | None = None,
     batches: int | None = None,
     averaged: bool = False,
@@ -70,51 +59,37 @@ def evaluate_run(
 ) -> RunEvaluation:
     """Return the losses of a run's last checkpoint on each source: a file or folder of text, or an indexed dataset.
 
-    part: "all", or the training, validation or test part by `split`. batches: global batches that are read of each
-    source, from everywhere in it; None for all. averaged: evaluate the averaged weights.
+    sources: without any, those of the run. part: "all", or the training, validation or test part by `split`; None is
+    validation of the run's own data, and all of others. split: None is that of the run. batches: global batches that
+    are read of each source, from everywhere in it; None for all. averaged: evaluate the averaged weights.
 
     Raise UserError for a folder that is no run, bad data, or a machine without the devices of the plan.
     """
     if batches is not None and batches < 1:
         raise UserError(f"--batches must be at least 1, got {batches}")
-    plan, model = _trained(folder, averaged=averaged)
+    plan, model, found = _trained(folder, averaged=averaged)
     check_trainable(plan, model)
     launcher.check(plan.layout.world)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
+    asked = evaluated_data(folder, sources, part, split)
     with TemporaryDirectory(prefix="megaloom-") as temporary:
-        texts = []
-        for i, source in enumerate(sources):
-            corpus = open_corpus([source], split, Path(temporary) / str(i), lambda ids: check_vocabulary(ids, maker))
-            check_tokenizer(corpus, [source], folder / TOKENIZER_NAME, str(folder))
-            texts.append(_text(source, corpus, part, maker))
-        return launcher.run(
+        texts, digest = open_texts(asked, folder, maker, Path(temporary))
+        done = launcher.run(
             _evaluate_on_rank, (plan, folder, texts, batches, averaged), plan.layout.world, timeout=timeout
         )[0]
+    changed = [] if sources or digest == found.manifest.data else [_CHANGED.format(step=found.manifest.step)]
+    return evolve(done, notes=(*done.notes, *changed), part=asked.part, split=asked.split)
 
 
-def _trained(folder: Path, *, averaged: bool) -> tuple[Plan, Model]:
-    """Return plan and model of a run folder that has a checkpoint, with averaged weights if they are asked for."""
+def _trained(folder: Path, *, averaged: bool) -> tuple[Plan, Model, Checkpoint]:
+    """Return plan, model and checkpoint of a run folder, with averaged weights if they are asked for."""
     plan, model = plan_and_model(folder)
     found = latest(folder, fingerprint=plan.fingerprint)
     if found is None:
         raise no_checkpoint(folder)
     if averaged:
         found.check_averaged()
-    return plan, model
-
-
-def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> EvaluatedText:
-    """Return the part of a source to evaluate. Raise UserError if it is too short."""
-    parts = dict(zip(PARTS, (corpus.train, corpus.validation, corpus.test), strict=True))
-    chosen = [p for name, p in parts.items() if p and part in (ALL, name)]
-    ranges = tuple(r for p in chosen for r in p.ranges)
-    text = evolve(corpus.train, name=part, ranges=ranges, weights=None)
-    if not ranges or not text.held_out_samples(maker.length - 1):
-        raise UserError(
-            f"the {part} part of {source} has {text.count:,} tokens, too few for sequences of {maker.seq:,}\n"
-            "give more text, or another --part or --split"
-        )
-    return EvaluatedText(source, text, corpus.ids)
+    return plan, model, found
 
 
 def _evaluate_on_rank(

@@ -13,13 +13,13 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus, open_corpus
 from megaloom.runtime.data.part import Window
-from megaloom.runtime.data.split import DEFAULT_SPLIT
+from megaloom.runtime.data.split import DEFAULT_SPLIT, SplitUnit
 from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer, tokenizer_of
 from megaloom.runtime.engine.steps import Steps
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.samples.samples import Sample, SampleMaker
+from megaloom.runtime.samples.samples import Objective, Sample, SampleMaker
 
 
 @frozen
@@ -33,9 +33,20 @@ class DataOptions:
 
 def open_data(options: DataOptions, maker: SampleMaker, folder: Path) -> Corpus:
     """Return the data of a run. Raise UserError for bad data, or data that the model cannot train on."""
-    corpus = open_corpus(options.sources, options.split, folder, lambda ids: check_vocabulary(ids, maker))
+    corpus = open_sources(options.sources, options.split, folder, maker)
     check_text(corpus, maker)
     return corpus
+
+
+def open_sources(sources: Sequence[str], split: str | None, folder: Path, maker: SampleMaker) -> Corpus:
+    """Return the data that --data and --split name. Raise UserError for bad data, or of another vocabulary."""
+    return open_corpus(sources, split, folder, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
+
+
+def split_unit(maker: SampleMaker) -> SplitUnit:
+    """Return what --split counts for a model: documents for masked tokens and removed spans, as Megatron-LM does."""
+    documents = maker.objective in (Objective.MASKED, Objective.SPANS)
+    return SplitUnit.DOCUMENTS if documents else SplitUnit.SEQUENCES
 
 
 def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:

@@ -8,15 +8,19 @@ from rich.table import Table
 from rich.text import Text
 
 from megaloom.runtime.cli.printing import print_on_first_rank
+from megaloom.runtime.training.evaluated_text import ALL
 from megaloom.runtime.training.evaluation import RunEvaluation, evaluate_run
 
 
 def run_evaluate(
-    folder: Path, sources: list[str], part: str, split: str | None, batches: int | None, *, averaged: bool
+    folder: Path, sources: list[str], part: str | None, split: str | None, batches: int | None, *, averaged: bool
 ) -> None:
     """Evaluate the last checkpoint of a run, and print a table."""
     evaluation = evaluate_run(folder, sources, part=part, split=split, batches=batches, averaged=averaged)
-    print_on_first_rank(*evaluation.notes, Text(f"{folder}, step {evaluation.step}\n"), evaluation_table(evaluation))
+    what = "all parts" if evaluation.part == ALL else f"{evaluation.part} part"
+    what += f" by --split {evaluation.split}" if evaluation.split and evaluation.part != ALL else ""
+    title = Text(f"{folder}, step {evaluation.step}, {what}\n")
+    print_on_first_rank(*evaluation.notes, title, evaluation_table(evaluation))
 
 
 def evaluation_table(evaluation: RunEvaluation) -> Table:

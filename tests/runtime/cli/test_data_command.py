@@ -59,7 +59,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         "a.jsonl, line 1, has no 'body': give --key one of text",
     ),
     "no run": (["evaluate", "books", "--data", "a.jsonl"], "books is not a run folder: it has no plan.json"),
-    "no data to evaluate on": (["evaluate", "books"], "--data is missing"),
+    "no run and no data": (["evaluate", "books"], "books is not a run folder: it has no plan.json"),
     "blend": (["train", "--data", "0.5", "books", "a.jsonl"], "--data 0.5 books a.jsonl is not a blend\ngive a weight"),
     "split of text": (["train", "--data", "books", "--split", "9,1"], "--split 9,1 is for indexed datasets"),
 }

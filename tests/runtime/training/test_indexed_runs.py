@@ -13,8 +13,10 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.runtime import Recipe, Summary, train
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders, read
 from megaloom.runtime.data.corpus import open_corpus
+from megaloom.runtime.data.indexed import open_indexed
 from megaloom.runtime.data.preprocess import Preprocessing, preprocess
 from megaloom.runtime.samples.samples import SampleMaker
+from megaloom.runtime.training.evaluated_text import evaluated_data, open_texts
 from megaloom.runtime.training.evaluation import evaluate_run
 from megaloom.runtime.training.run_data import check_rampup, check_text
 from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template
@@ -90,13 +92,39 @@ def test_evaluated_by_dataset_it_has_the_loss_of_the_run(
     tokens = sum(x.tokens for x in results)
     assert tokens == done.held_out.tokens
     assert sum(x.loss * x.tokens for x in results) / tokens == pytest.approx(done.held_out.loss, abs=1e-5)
-    with pytest.raises(UserError, match=r"the test part of .*a has 0 tokens, too few for sequences of 32\ngive more"):
+    own = evaluate_run(folder)  # the run's own data, split and validation part
+    assert (own.losses, own.part, own.split, own.notes) == (result.losses, "validation", "94,4,2", ())
+    message = r"the test part of .*a by --split 100 has 0 tokens, too few for sequences of 32\ngive more"
+    with pytest.raises(UserError, match=message):
         evaluate_run(folder, [blend[1]], part="test", split="100")
     with pytest.raises(UserError, match=r"is not a run folder: it has no plan.json\ngive the folder"):
         evaluate_run(tmp_path, [blend[1]])
     shutil.copy(folder / "plan.json", tmp_path)
     with pytest.raises(UserError, match=r"has no checkpoint\ntrain first: megaloom train .*plan.json"):
         evaluate_run(tmp_path, [blend[1]])
+
+
+def test_all_parts_are_read_without_a_gap(finished: tuple[Path, Summary], blend: list[str], tmp_path: Path) -> None:
+    """A source that is text has no split, and keeps no dataset from being split."""
+    folder, whole = finished[0], open_indexed(Path(blend[1])).tokens
+    data = evaluated_data(folder, [blend[1], "stdlib"], None, None)
+    assert (data.part, data.split, data.split_of(blend[1]), data.split_of("stdlib")) == (
+        "all",
+        "94,4,2",
+        "94,4,2",
+        None,
+    )
+    maker = SampleMaker.of(graph(byte_llama()), 32)
+    ((text,), digest) = open_texts(evaluated_data(folder, [blend[1]], None, "50,30,20"), folder, maker, tmp_path)
+    assert [(r.start, r.stop) for r in text.part.ranges] == [(0, whole)]
+    assert text.part.held_out_samples(32) == (whole - 1) // 32
+    assert digest != open_texts(evaluated_data(folder, (), None, None), folder, maker, tmp_path)[1]
+    with pytest.raises(UserError, match=r"has weights, but each source is evaluated by itself\nomit them: --data"):
+        evaluated_data(folder, blend, None, None)
+    with pytest.raises(UserError, match=r"--split 9,1 is for indexed datasets, and there is none in --data"):
+        evaluated_data(folder, ["stdlib"], None, "9,1")
+    with pytest.raises(UserError, match=r"--data is missing: .* does not say on which data it was trained"):
+        evaluated_data(tmp_path, (), None, None)
 
 
 def test_resumed_under_another_layout_it_reads_the_same_samples(
