@@ -20,7 +20,7 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 class SplitUnit(Enum):
-    """What --split counts."""
+    """Units that --split counts."""
 
     SEQUENCES = "sequences"  # as megatron-core's GPTDataset
     DOCUMENTS = "documents"  # as its MaskedWordPieceDataset, of BERT and T5

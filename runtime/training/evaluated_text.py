@@ -23,7 +23,7 @@ ALL = "all"
 
 @frozen
 class EvaluatedData:
-    """What an evaluation reads: the words of --data, their sources, the part of each, and the split of datasets."""
+    """The data of an evaluation: the words of --data, their sources, the part of each, and the split of datasets."""
 
     words: tuple[str, ...]
     sources: tuple[str, ...]
@@ -45,7 +45,7 @@ class EvaluatedText:
 
 
 def evaluated_data(folder: Path, sources: Sequence[str], part: str | None, split: str | None) -> EvaluatedData:
-    """Return what to evaluate of the options --data, --part and --split, or of the run where they are not given.
+    """Return the data that --data, --part and --split name, and those of the run where they are not given.
 
     Raise UserError for weights of sources, and for a run that does not say what its data are.
     """

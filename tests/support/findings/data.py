@@ -122,3 +122,40 @@ def foreign_tokenizer(folder: Path) -> str:
     (folder / "twins.json").write_text(json.dumps(twins))
     again = megaloom(folder, "data", "text.jsonl", "-o", "other", "--tokenizer", "twins.json")
     return refuses(again, "has two tokens of the id 5")
+
+
+def trained(folder: Path, *words: str) -> Path:
+    """Train the default model for a step on one process, and return the folder of the run."""
+    small = ("--set", "layers=1", "--set", "ff=64", "--seq", "16", "--batch", "2")
+    passes(megaloom(folder, "train", *small, "--steps", "1", "--devices", "1", "--out", "run", *words))
+    return folder / "run"
+
+
+@finding("spotcheck N7", "Boundaries of sentence-split data are not those of GPTDataset", Verdict.MENDED)
+def boundaries(folder: Path) -> str:
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(folder / "ds.bin"), dtype=np.uint8)
+    for i in range(100):
+        lengths = [20 + i] * (1 + i % 5)
+        builder.add_document(torch.randint(1, 255, (sum(lengths),)), lengths)
+    builder.finalize(str(folder / "ds.idx"))
+    run = trained(folder, "--data", "ds", "--split", "8,1,1")
+    lengths = [20 + i for i in range(100) for _ in range(1 + i % 5)]
+    part = lengths[round(0.8 * 300) : round(0.9 * 300)]
+    tokens = (sum(part) - 1) // 16 * 16
+    return passes(megaloom(folder, "evaluate", str(run), "--part", "validation"), "--split 8,1,1", f" {tokens:,}")
+
+
+@finding("newcomer B10", "evaluate wants --data, although the run knows it", Verdict.MENDED)
+def own_data(folder: Path) -> str:
+    (folder / "text.txt").write_text("the quick brown fox " * 500)
+    run = trained(folder, "--data", "text.txt")
+    return passes(megaloom(folder, "evaluate", str(run)), "validation part", "text.txt")
+
+
+@finding("newcomer 72", "evaluate of a run that does not exist says that --data is missing", Verdict.REFUSED)
+def no_run(folder: Path) -> str:
+    return refuses(megaloom(folder, "evaluate", "runs/none"), "runs/none is not a run folder")
