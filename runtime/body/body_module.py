@@ -117,7 +117,7 @@ class Body(nn.Module):
             tensor_parallel.set_tensor_model_parallel_attributes(p, True, -1 if sharded is None else sharded, 1)
         pads = (d.name in axes and entry.policy == "pad" for d, entry in zip(dims, entries, strict=True))
         if (padded := next((k for k, pad in enumerate(pads) if pad), None)) is not None:
-            mark_padded(p, padded, dims[padded].known)
+            mark_padded(p, padded)
         p.constant = slot.std == 0  # type: ignore[attr-defined]
         return p
 

@@ -28,12 +28,18 @@ from .manifest import CONVERTER, MANIFEST_NAME, VERSION, Manifest, SavedFile, ma
 
 FOLDER_NAME = re.compile(r"step-(\d{6,})(?:-loss-(\d+\.\d+|inf|nan))?")
 NO_SPACE = {errno.ENOSPC: "no space left on the device", errno.EDQUOT: "disk quota exceeded"}
+REPLACE = "copy it again from where it was saved, or choose another one"
+NONE_INTACT = "no other checkpoint of this run is undamaged"
 NONE_DAMAGED: Mapping[str, str] = {}
 ALL_FILES = slice(None)
 
 
 class CheckpointError(UserError):
     """A checkpoint that is damaged, belongs to another model, or cannot be written."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is incomplete, or whose files have changed."""
 
 
 @frozen
@@ -95,7 +101,7 @@ def latest(run: Path, *, fingerprint: str, damaged: Mapping[str, str] = NONE_DAM
     for folder in reversed(checkpoint_folders(run)):
         found = _read_or_problem(folder)
         if folder.name in damaged and isinstance(found, Checkpoint):
-            found = CheckpointError(
+            found = DamagedCheckpointError(
                 unusable(folder, f"is damaged: the contents of {damaged[folder.name]} have changed")
             )
         if isinstance(found, Checkpoint):
@@ -104,7 +110,7 @@ def latest(run: Path, *, fingerprint: str, damaged: Mapping[str, str] = NONE_DAM
         problems.append(found)
     if checkpoint is None:
         if problems:
-            raise problems[0]
+            raise _none_usable(problems)
         return None
     manifest = checkpoint.manifest
     if manifest.has_comparable_fingerprint and manifest.fingerprint != fingerprint:
@@ -122,7 +128,7 @@ def changed_files(checkpoint: Checkpoint, share: slice = ALL_FILES) -> list[str]
     try:
         return [name for name, file in files if crc32_of(checkpoint.folder / name) != file.crc32]
     except OSError as error:
-        raise CheckpointError(unusable(checkpoint.folder, f"cannot be read: {error.strerror}")) from None
+        raise DamagedCheckpointError(unusable(checkpoint.folder, f"cannot be read: {error.strerror}")) from None
 
 
 def newest_intact(
@@ -145,6 +151,15 @@ def newest_intact(
     return None
 
 
+def _none_usable(problems: Sequence[CheckpointError]) -> CheckpointError:
+    """Return the error of a run none of whose checkpoints can be used. Only damaged ones may be removed."""
+    if other := next((p for p in problems if not isinstance(p, DamagedCheckpointError)), None):
+        return other
+    which = "that folder" if len(problems) == 1 else f"the {len(problems)} step-… folders"
+    fix = f"{NONE_INTACT}: remove {which} to start at step 0, or choose another folder with --out"
+    return DamagedCheckpointError(f"{str(problems[0]).splitlines()[0]}\n{fix}")
+
+
 def _read_or_problem(folder: Path) -> Checkpoint | CheckpointError:
     try:
         return read(folder)
@@ -157,9 +172,10 @@ def read(folder: Path) -> Checkpoint:
     try:
         contents = json.loads((folder / MANIFEST_NAME).read_text())
         saved_version = contents.get("version") if isinstance(contents, dict) else None
-        if isinstance(saved_version, int) and saved_version not in (1, VERSION):
+        if isinstance(saved_version, int) and not 1 <= saved_version <= VERSION:
             known = f"formats 1 to {VERSION}"
-            raise CheckpointError(unusable(folder, f"has format {saved_version}; this megaloom reads {known}"))
+            fix = "install the megaloom that wrote it, or choose another folder with --out"
+            raise CheckpointError(unusable(folder, f"has format {saved_version}; this megaloom reads {known}", fix))
         checksum = contents.pop("checksum", None) if isinstance(contents, dict) else None
         if saved_version != 1 and checksum != manifest_checksum(contents):
             raise ValueError("checksum")
@@ -167,16 +183,19 @@ def read(folder: Path) -> Checkpoint:
         if manifest.samples < 0 or not manifest.files or any(Path(name).name != name for name in manifest.files):
             raise ValueError("samples or files")
         if manifest.step != _step(folder):
-            raise CheckpointError(unusable(folder, f"is that of step {manifest.step}: its folder has another name"))
+            fix = f"rename it to {manifest.folder_name}"
+            raise CheckpointError(
+                unusable(folder, f"is that of step {manifest.step}: its folder has another name", fix)
+            )
         wrong = [name for name, file in manifest.files.items() if not _has_size(folder / name, file.nbytes)]
     except OSError as error:
-        raise CheckpointError(unusable(folder, f"has no readable {MANIFEST_NAME} ({error.strerror})")) from None
+        raise DamagedCheckpointError(unusable(folder, f"has no readable {MANIFEST_NAME} ({error.strerror})")) from None
     except (ValueError, TypeError, KeyError, cattrs.BaseValidationError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(unusable(folder, f"has an invalid {MANIFEST_NAME}")) from None
+        raise DamagedCheckpointError(unusable(folder, f"has an invalid {MANIFEST_NAME}")) from None
     if wrong:
-        raise CheckpointError(unusable(folder, f"is damaged: {wrong[0]} is missing or has the wrong size"))
+        raise DamagedCheckpointError(unusable(folder, f"is damaged: {wrong[0]} is missing or has the wrong size"))
     return Checkpoint(folder, manifest)
 
 
@@ -267,8 +286,28 @@ def _has_size(path: Path, nbytes: int) -> bool:
     return path.is_file() and path.stat().st_size == nbytes
 
 
-def unusable(folder: Path, problem: str) -> str:
+def unusable(folder: Path, problem: str, fix: str = REPLACE) -> str:
     """Return the message for a checkpoint that cannot be used."""
-    older = [path for path in checkpoint_folders(folder.parent) if path < folder]
-    start = f"continue from {older[-1].name}" if older else "start at step 0"
-    return f"checkpoint {folder} {problem}\nremove that folder to {start}, or choose another one with --out"
+    return f"checkpoint {folder} {problem}\n{fix}"
+
+
+def other_tensors(checkpoint: Checkpoint, problem: str) -> CheckpointError:
+    """Return the error for a whole checkpoint that has other tensors than the model. Its advice removes nothing."""
+    fix = "give the model that it was saved from, or choose another folder with --out"
+    saved = f"; it was saved from {checkpoint.manifest.model} under {checkpoint.manifest.layout}"
+    return CheckpointError(unusable(checkpoint.folder, f"cannot be loaded: {problem}{saved}", fix))
+
+
+def damaged_contents(checkpoint: Checkpoint, problem: str) -> DamagedCheckpointError:
+    """Return the error for a checkpoint whose files have their checksums but cannot be read."""
+    folder = checkpoint.folder
+    older = (path for path in reversed(checkpoint_folders(folder.parent)) if path < folder)
+    intact = next((path.name for path in older if _is_intact(path)), None)
+    start = f"continue from {intact}, the newest undamaged one" if intact else f"start at step 0: {NONE_INTACT}"
+    fix = f"remove that folder to {start}; or choose another one with --out"
+    return DamagedCheckpointError(unusable(folder, f"is damaged: {problem}", fix))
+
+
+def _is_intact(folder: Path) -> bool:
+    found = _read_or_problem(folder)
+    return isinstance(found, Checkpoint) and not changed_files(found)

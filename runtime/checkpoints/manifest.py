@@ -12,8 +12,10 @@ from cattrs.strategies import configure_union_passthrough
 
 from megaloom.dsl.files.json_form import is_current
 
-VERSION = 2
+VERSION = 3
 """Version of the files and of the manifest. The manifest of version 1 has no checksum."""
+DECLARED_NAMES = 3
+"""First version whose tensors have the names and dims of the model's weights; see `version_2` for those before."""
 MANIFEST_NAME = "checkpoint.json"
 CONVERTER = cattrs.Converter()
 """Reads and writes manifests."""

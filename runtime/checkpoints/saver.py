@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
+from megaloom.dsl.graph import Graph
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
 
@@ -42,6 +43,10 @@ from .shard_writer import ShardWriter
 
 class Stateful(Protocol):
     """Training state that is sharded over all ranks, under names that do not depend on the layout."""
+
+    @property
+    def graph(self) -> Graph:
+        """Return the graph of the model, by whose weights checkpoints of versions 1 and 2 are read."""
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Return this rank's shards; with `loading`, uninitialized tensors to load into."""

@@ -20,10 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from megaloom.dsl.errors import UserError
+from megaloom.runtime.checkpoints.checkpoint_views import tensor_views
 from megaloom.runtime.weights.safe_pickle import METADATA, load_tensors
 from megaloom.runtime.weights.views import View, concatenated, held
-
-from .checkpoint_views import tensor_views
 
 LATEST = "latest_checkpointed_iteration.txt"
 RANK_FILE, RANK_FOLDERS = "model_optim_rng.pt", "mp_rank_*"

@@ -26,10 +26,10 @@ from megaloom.dsl import (
     UserError,
     graph,
 )
+from megaloom.runtime.checkpoints.version_2 import parameter_shapes, weights_of
 from megaloom.runtime.weights.views import View
 
 from .megatron_files import megatron_tensors
-from .run_weights import parameter_shapes, weights_of
 
 BLOCK = {
     "input_layernorm.": (RMSNorm, LayerNorm),

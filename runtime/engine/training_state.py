@@ -21,7 +21,7 @@ from megaloom.dsl import Graph, Slot
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.body.corrections import corrections_of
 from megaloom.runtime.megatron.build_context import BuildContext
-from megaloom.runtime.megatron.optimizer_state import AVERAGE, restore_optimizer_state, sharded_optimizer_state
+from megaloom.runtime.megatron.optimizer_state import AVERAGE, MODEL, restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules import parameters
 from megaloom.runtime.modules.initial_weights import GivenValues, given_weight, initial_weight
@@ -80,6 +80,12 @@ class TrainingState:
         return int(self.scheduler.num_steps)
 
     @property
+    def graph(self) -> Graph:
+        """Return the graph of the model."""
+        graph: Graph = self.model_chunks[0].graph
+        return graph
+
+    @property
     def model_chunks(self) -> list[ModelChunk]:
         """Return this rank's model chunks, without their DDP wrappers."""
         return [chunk.module for chunk in self.chunks]
@@ -133,7 +139,7 @@ class TrainingState:
     def load_state(self, loaded: dict[str, Any]) -> None:
         """Take over weights, optimizer state and step count that were loaded into `sharded_state(loading=True)`."""
         for chunk in self.model_chunks:
-            chunk.load(loaded["model"])
+            chunk.load(loaded[MODEL])
         self.skipped = loaded.get("skipped", 0)
         updates = loaded["done"] - self.skipped
         averages = self.averages.values if self.averages and AVERAGE in loaded else None

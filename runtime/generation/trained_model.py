@@ -14,8 +14,7 @@ from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import read
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, newest_intact
-from megaloom.runtime.convert.checkpoint_views import checkpoint_tensors
-from megaloom.runtime.convert.run_weights import weights_of
+from megaloom.runtime.convert.run_weights import checkpoint_weights
 from megaloom.runtime.data.token_ids import BYTE_IDS
 from megaloom.runtime.data.tokenizer import tokenizer_of
 from megaloom.runtime.megatron import device
@@ -89,13 +88,13 @@ class TrainedModel:
         if self.checkpoint is None:
             open_folder(self.folder).check(self.model)
         else:
-            checkpoint_tensors(self.checkpoint, averaged=self.averaged)
+            checkpoint_weights(self.graph, self.checkpoint, averaged=self.averaged)
 
     def weights(self) -> GivenValues:
         """Return the weights as views, after `check`."""
         if self.checkpoint is None:
             return open_folder(self.folder).of(self.model)
-        return weights_of(self.graph, checkpoint_tensors(self.checkpoint, averaged=self.averaged))
+        return checkpoint_weights(self.graph, self.checkpoint, averaged=self.averaged)
 
 
 def open_trained(folder: Path, *, averaged: bool = False) -> TrainedModel:

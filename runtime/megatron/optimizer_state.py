@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from . import device
 
+MODEL = "model"  # the key of the weights in a sharded state, beside those of the moments
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "average"
 
@@ -127,19 +128,19 @@ def sharded_optimizer_state(
     """
     names = {id(entry.data): name for name, entry in model.items()}
     kinds = MOMENTS if averages is None else (*MOMENTS, AVERAGE)
-    state: dict[str, Any] = {"model": {}, **{kind: {} for kind in kinds}}
+    state: dict[str, Any] = {MODEL: {}, **{kind: {} for kind in kinds}}
     for one in parameter_states(optimizer, averages):
         name = names[id(one.param)]
         empty = (torch.empty_like(one.param, dtype=torch.float32, device="cpu") for _ in range(1 + len(kinds)))
         master, *others = empty if loading else one.gathered(1 + len(kinds))
-        state["model"][name] = _with_data(model[name], master, "")
+        state[MODEL][name] = _with_data(model[name], master, "")
         for kind, tensor in zip(kinds, others, strict=True):
             state[kind][name] = _with_data(model[name], tensor, f"{kind}.")
-    for name in model.keys() - state["model"].keys():
+    for name in model.keys() - state[MODEL].keys():
         data = model[name].data
         # Frozen parameters are saved as they are, and loaded in place. megatron-core adds objects without data.
         is_buffer = isinstance(data, Tensor) and data.is_floating_point() and not isinstance(data, nn.Parameter)
-        state["model"][name] = _with_data(model[name], data.float(), "") if is_buffer else model[name]
+        state[MODEL][name] = _with_data(model[name], data.float(), "") if is_buffer else model[name]
     if device.gpu_count():
         torch.cuda.synchronize()  # the copies in host memory are complete
     return state
@@ -160,7 +161,7 @@ def restore_optimizer_state(
     kinds = MOMENTS if averages is None else (*MOMENTS, AVERAGE)
     for one in parameter_states(optimizer, averages):
         name = names[id(one.param)]
-        one.copy_from((state["model"][name], *(state[kind][name] for kind in kinds)))
+        one.copy_from((state[MODEL][name], *(state[kind][name] for kind in kinds)))
     for counter in _step_counters(optimizer):
         previous = counter.get("step")
         counter["step"] = torch.full_like(previous, steps) if isinstance(previous, Tensor) else steps

@@ -52,7 +52,7 @@ class Embedding(VocabParallelEmbedding):
             config=context.config,
             tp_group=context.groups.collection.tp,
         )
-        mark_padded(self.weight, 0, table["vocab"].known)
+        mark_padded(self.weight, 0)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = super().forward(ids)
@@ -79,7 +79,7 @@ class Logits(ColumnParallelLinear):
         )
         self.vocab_columns = max(0, min(columns, vocab - context.groups.tp_rank * columns))
         for p in self.parameters():
-            mark_padded(p, 0, vocab)
+            mark_padded(p, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)

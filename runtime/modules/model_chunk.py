@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from attrs import frozen
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
@@ -32,15 +31,15 @@ from megaloom.planner.contract.plans import Stage
 from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.build_context import BuildContext
-from megaloom.runtime.megatron.padded_shards import padded_shard
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
 from megaloom.runtime.reference.dropout import MaskSource
 
 from . import registry
-from .layers import HiddenDropout, Logits
+from .layers import HiddenDropout
 from .moe import Mixture
 from .shared_weights import SharedUses
 from .stage_boundary import StageBoundary
+from .weight_shards import tensors_of, weight_shards
 
 FIRST_MASKS = MaskSource(seed=0, step=0, first_sample=0)
 
@@ -156,52 +155,35 @@ class ModelChunk(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return this rank's shard of each parameter, under its layout-independent name."""
+        """Return this rank's shards, by NODE.PARAMETER. A checkpoint has each weight under its name in the model."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         out: dict[str, Any] = {}
         for n, module in self.node_modules():
-            key = f"{prefix}{n.name}."
-            if isinstance(module, Logits):
-                state = {
-                    f"{key}{name}": padded_shard(f"{key}{name}", p, self.groups)
-                    for name, p in module.named_parameters()
-                }
+            key, shards = f"{prefix}{n.name}.", weight_shards(n, module, self.groups)
+            if shards is None:
+                state = self._own_state(module, key, sharded_offsets, metadata)
             else:
-                state = self._state(module, key, sharded_offsets, metadata)
+                state = {f"{key}{name}": shard for name, shard in shards.items()}
             out |= self.shared.saved_once(n, state, key)
         return out
 
-    def _state(self, module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
-        """Return a module's shards: as its own `sharded_state_dict` says, else by the attributes of its parameters."""
+    def _own_state(self, module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
+        """Return the shards of a module whose parameters are no weights of the declaration, under their own names."""
         groups = {"tp_group": self.groups.collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
-        tensors = module.state_dict(keep_vars=True)
-        experts = {k: p for k, p in tensors.items() if not getattr(p, "allreduce", True)}
-        padded = {k: p for k, p in tensors.items() if k not in experts and hasattr(p, "pad_dim")}
-        if tensors and hasattr(module, "sharded_state_dict") and not padded:  # a table may be another chunk's
+        if hasattr(module, "sharded_state_dict"):
             return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
-        state = {k: p for k, p in tensors.items() if k not in experts and k not in padded}
+        state = module.state_dict(keep_vars=True)
         tp_dims = {k: p.partition_dim for k, p in state.items() if getattr(p, "tensor_model_parallel", False)}
-        dense = make_sharded_tensors_for_checkpoint(state, prefix, tp_dims, offsets, **groups)
-        dense |= {prefix + k: padded_shard(prefix + k, p, self.groups) for k, p in padded.items()}
-        return dense | {prefix + k: self._expert_state(prefix + k, p) for k, p in experts.items()}
+        return make_sharded_tensors_for_checkpoint(state, prefix, tp_dims, offsets, **groups)
 
-    def _expert_state(self, key: str, p: Tensor) -> ShardedTensor:
-        """Return this rank's shard of an expert weight whose first dim is the experts, as a body holds it."""
-        layout, groups, etp_dim = self.groups.layout, self.groups, getattr(p, "partition_dim", -1)
-        offsets = [(0, groups.ep_rank, layout.ep)]
-        if etp_dim >= 0:
-            offsets.append((etp_dim, groups.etp_rank, layout.etp))
-        replica = (0, 0 if etp_dim >= 0 else groups.etp_rank, groups.collection.expt_dp.rank())
-        padded = hasattr(p, "pad_dim")
-        return ShardedTensor.from_rank_offsets(key, p, *offsets, replica_id=replica, allow_shape_mismatch=padded)
-
+    @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Copy loaded parameters, by the names of `sharded_state_dict`, into the modules."""
         for n, module in self.node_modules():
             prefix = f"{n.name}."
-            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            repeated = any(map(self.shared.is_repeated, self.shared.of_node(n)))
-            module.load_state_dict(own, strict=not repeated)
+            for name, tensor in tensors_of(module).items():
+                if (loaded := state.get(prefix + name)) is not None:
+                    tensor.copy_(loaded)
 
 
 def losses_of(graph: Graph) -> tuple[str, ...]:

@@ -171,6 +171,12 @@ def _(op: MoE, w: Weights) -> Parameters:
     return out
 
 
+def is_built_in(op: Op) -> bool:
+    """Return whether the parameters of an op's module are given here, not by a method or function of a user's own."""
+    own = parameters.dispatch(type(op))
+    return own is not parameters.dispatch(object) and own.__module__ == __name__
+
+
 def node_parameters(node: Node, module: nn.Module, draw: Draw, groups: ProcessGroups) -> Parameters:
     """Return the full parameters of a node's module, with the experts of this rank only. For a body, its weights."""
     slots = {s.name.removeprefix(node.name + "."): s for s in node.weights}
@@ -189,9 +195,12 @@ def _body_weight(slot: Slot, draw: Draw, groups: ProcessGroups, *, of_experts: b
     if not of_experts or groups.layout.ep == 1:
         return draw(slot, None)
     dims = [d.known for d in slot.outer]
-    count = prod(dims) // groups.layout.ep
-    local = [draw(slot, i) for i in range(groups.ep_rank * count, (groups.ep_rank + 1) * count)]
-    return torch.stack(local).unflatten(0, (dims[0] // groups.layout.ep, *dims[1:]))
+    count, rows = prod(dims) // groups.layout.ep, dims[0] // groups.layout.ep
+    first = draw(slot, groups.ep_rank * count)
+    if isinstance(first, View):  # nothing is read, so nothing is drawn in vain
+        return draw(slot, None).narrow(0, groups.ep_rank * rows, rows)
+    others = [draw(slot, i) for i in range(groups.ep_rank * count + 1, (groups.ep_rank + 1) * count)]
+    return torch.stack([first, *others]).unflatten(0, (rows, *dims[1:]))
 
 
 @torch.no_grad()

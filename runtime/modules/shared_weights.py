@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from attrs import frozen
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor, nn
 
 from megaloom.dsl import Graph, Node, UserError
@@ -114,7 +115,9 @@ class SharedUses:
             elif key in state:
                 shards = state[key]
                 replica = shards.replica_id if use.is_owner else (1, *shards.replica_id[1:])
-                state[key] = replace(shards, key=outer + use.owner, replica_id=replica)
+                # A factory makes shards under the weight's own name; only other parameters need that of the owner.
+                name = shards.key if isinstance(shards, ShardedTensorFactory) else outer + use.owner
+                state[key] = replace(shards, key=name, replica_id=replica)
         return state
 
 

@@ -4,18 +4,19 @@ A view has the methods of torch tensors that rearrange: permute, reshape, narrow
 `torch.cat` and `torch.stack` accept views. `read` returns the values, and reads from the stored tensors only the boxes
 that they lie in. So one description of a rearrangement serves full tensors and shards of files too large for a host.
 
-A rearrangement is inverted by `solve`: it returns what the stored tensors are, if a view has given values.
+A rearrangement is inverted by `solve`: it returns what the stored tensors are, if a view has given values. If a view
+leaves out elements of the stored tensors, `stored_boxes` returns the boxes of them that it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 Box = tuple[range, ...]
@@ -263,6 +264,135 @@ def solve(view: View, value: View) -> dict[Hashable, View]:
             parts = (solve(x, value.narrow(view.dim, start, x.shape[view.dim])) for start, x in view.starts())
             return {key: part for found in parts for key, part in found.items()}
     raise TypeError(f"{type(view).__name__} of a stored tensor leaves elements out: it has no inverse")
+
+
+def with_readers(view: View, readers: Callable[[Hashable], Callable[[Box], Tensor]]) -> View:
+    """Return a rearrangement of stored tensors that have other values: `readers` returns by key what reads them."""
+    match view:
+        case StoredView():
+            return view if view.key is None else evolve(view, reader=readers(view.key))
+        case Concatenated():
+            return evolve(view, parts=tuple(with_readers(part, readers) for part in view.parts))
+        case Permuted() | Narrowed() | Reshaped():
+            return evolve(view, of=with_readers(view.of, readers))
+    raise TypeError(f"{type(view).__name__} is no rearrangement of stored tensors")
+
+
+def boxes_reader(boxes: Sequence[tuple[Box, Callable[[], Tensor]]], dtype: torch.dtype) -> Callable[[Box], Tensor]:
+    """Return what reads a tensor of which some boxes are there, each with a function that returns its values.
+
+    Elements that lie in none of the boxes are undefined.
+    """
+
+    def read(box: Box) -> Tensor:
+        out = torch.empty([len(r) for r in box], dtype=dtype)
+        for whole, values in boxes:
+            common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, whole, strict=True)]
+            if all(map(len, common)):
+                out[_inside(common, box)] = values()[_inside(common, whole)].to(dtype)
+        return out
+
+    return read
+
+
+def _inside(part: Sequence[range], of: Sequence[range]) -> tuple[slice, ...]:
+    """Return the indices of a part of a box, counted from the begin of the box."""
+    return tuple(slice(r.start - o.start, r.stop - o.start) for r, o in zip(part, of, strict=True))
+
+
+def stored_boxes(view: View, value: Tensor, box: Box | None = None) -> Iterator[tuple[Hashable, Box, Tensor]]:
+    """Yield the boxes of stored tensors that a view, or a box of it, consists of: key, box and its values.
+
+    value: the values of the box of the view. Tensors without a key are left out: they are zeros that pad a view.
+    """
+    box = tuple(map(range, view.shape)) if box is None else box
+    if not all(map(len, box)):
+        return
+    match view:
+        case StoredView():
+            if view.key is not None:
+                yield view.key, box, value
+        case Permuted():
+            inverse = [view.order.index(i) for i in range(view.ndim)]
+            yield from stored_boxes(view.of, value.permute(inverse), tuple(box[i] for i in inverse))
+        case Narrowed():
+            moved = _shifted(box[view.dim], view.start)
+            yield from stored_boxes(view.of, value, (*box[: view.dim], moved, *box[view.dim + 1 :]))
+        case Concatenated():
+            here = box[view.dim]
+            for start, part in view.starts():
+                own = range(max(here.start, start), min(here.stop, start + part.shape[view.dim]))
+                if len(own):
+                    inside = (*box[: view.dim], _shifted(own, -start), *box[view.dim + 1 :])
+                    yield from stored_boxes(part, value.narrow(view.dim, own.start - here.start, len(own)), inside)
+        case Reshaped():
+            for inner, part in _reshaped_boxes(view, value, box):
+                yield from stored_boxes(view.of, part, inner)
+        case _:
+            raise TypeError(f"{type(view).__name__} is no rearrangement of stored tensors")
+
+
+def _reshaped_boxes(view: Reshaped, value: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:
+    """Yield the boxes of `view.of` that make a box of a view, with their values."""
+    if box == tuple(map(range, view.shape)):
+        yield tuple(map(range, view.of.shape)), value.reshape(view.of.shape)
+        return
+    choices: list[list[tuple[list[int], range, Box]]] = []  # for each group of dims, its pieces
+    at = 0
+    for old, new in _groups(view.of.shape, view.shape):
+        choices.append(list(_pieces(old, new, box[at : at + len(new)])))
+        at += len(new)
+    for pieces in product(*choices):
+        part = value[tuple(slice(i, i + 1) if i >= 0 else slice(None) for index, *_ in pieces for i in index)]
+        sizes, at = [], 0
+        for index, *_ in pieces:
+            sizes.append(prod(part.shape[at : at + len(index)]))
+            at += len(index)
+        part = part.reshape(sizes)
+        for dim, (_, flat, _) in enumerate(pieces):
+            part = part.narrow(dim, flat.start, len(flat))
+        inner = tuple(r for *_, boxes in pieces for r in boxes)
+        yield inner, part.reshape([len(r) for r in inner])
+
+
+def _pieces(old: Sequence[int], new: Sequence[int], box: Box) -> Iterator[tuple[list[int], range, Box]]:
+    """Yield the pieces of a box of new dims that are boxes of the old dims of a group.
+
+    A piece is an index for each new dim, within the box, or -1 for all indices; the range that it is of their flat
+    indices; and its box of the old dims.
+    """
+    strides = _strides(new)
+    whole = [len(r) == n for r, n in zip(box, new, strict=True)]
+    inner = next((i for i in range(len(new)) if all(whole[i + 1 :])), 0)  # indices from this dim on are contiguous
+    for index in product(*(range(len(r)) for r in box[:inner])):
+        first = sum((r.start + i) * s for r, i, s in zip(box, index, strides, strict=False))
+        count = prod(map(len, box[inner:]))
+        if inner < len(new):
+            first += box[inner].start * strides[inner]
+        at = first
+        for part in _flat_boxes(old, first, first + count):
+            length = prod(map(len, part))
+            yield [*index, *[-1] * (len(new) - inner)], range(at - first, at - first + length), part
+            at += length
+
+
+def _flat_boxes(sizes: Sequence[int], first: int, stop: int) -> Iterator[Box]:
+    """Yield boxes that together are a range of flat indices, in its order."""
+    if not sizes:
+        yield ()
+        return
+    inner, rest = prod(sizes[1:]), tuple(sizes[1:])
+    while first < stop:
+        row, inside = divmod(first, inner)
+        rows = (stop - first) // inner if not inside else 0
+        if rows:
+            yield (range(row, row + rows), *map(range, rest))
+            first += rows * inner
+        else:
+            end = min(stop, (row + 1) * inner)
+            for box in _flat_boxes(rest, inside, end - row * inner):
+                yield (range(row, row + 1), *box)
+            first = end
 
 
 def _shifted(r: range, by: int) -> range:

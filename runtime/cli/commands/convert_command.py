@@ -10,10 +10,9 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
 from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapters
-from megaloom.runtime.convert.checkpoint_views import checkpoint_tensors
 from megaloom.runtime.convert.hugging_face import DescribedModel, describe, write_folder
 from megaloom.runtime.convert.megatron_weights import read_megatron
-from megaloom.runtime.convert.run_weights import weights_of
+from megaloom.runtime.convert.run_weights import checkpoint_weights
 from megaloom.runtime.megatron.build_context import DTYPES
 from megaloom.runtime.training.run_folder import is_run, no_checkpoint, plan_and_model, plan_of_run
 from megaloom.runtime.weights.given import is_megatron
@@ -35,7 +34,7 @@ def run_convert(
     base = model.without_adapters
     description.check(base)
     dtype = DTYPES[plan.workload.precision if precision is None else precision]
-    weights = weights_of(graph(model), checkpoint_tensors(checkpoint, averaged=averaged))
+    weights = checkpoint_weights(graph(model), checkpoint, averaged=averaged)
     if to == "peft":
         count = write_adapters(description.names, model, weights, output, dtype, _base(run))
     else:

@@ -20,9 +20,8 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.checkpoints.checkpoint_folder import latest
 from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapters
-from megaloom.runtime.convert.checkpoint_views import tensor_views
 from megaloom.runtime.convert.hugging_face import describe, write_folder
-from megaloom.runtime.convert.run_weights import weights_of
+from megaloom.runtime.convert.run_weights import checkpoint_weights
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.weights.given import open_folder
 from tests.support.limits import LIMIT
@@ -103,7 +102,7 @@ def check(it: Case, ours: Tensor) -> None:
     m, names = it.model(), reader(open_config(it.folder)[0]).names
     checkpoint = latest(it.folder / "run", fingerprint=it.plan.fingerprint)
     assert checkpoint is not None
-    weights = weights_of(graph(m), tensor_views(checkpoint.folder))
+    weights = checkpoint_weights(graph(m), checkpoint)
     count = write_adapters(names, m, weights, it.folder / "peft", torch.float32, str(it.folder))
     write_folder(
         describe(it.folder), m.without_adapters, with_merged_adapters(m, weights), it.folder / "hf", torch.float32

@@ -25,9 +25,8 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.capabilities import untrainable
 from megaloom.runtime.checkpoints.checkpoint_folder import latest
-from megaloom.runtime.convert.checkpoint_views import tensor_views
 from megaloom.runtime.convert.hugging_face import describe, write_folder
-from megaloom.runtime.convert.run_weights import weights_of
+from megaloom.runtime.convert.run_weights import checkpoint_weights
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.weights import tensor_folder
 from megaloom.runtime.weights.given import open_folder
@@ -131,7 +130,7 @@ def written(it: Case) -> Path:
     m = read(it.folder)
     checkpoint = latest(it.folder / "run", fingerprint=fingerprint(m))
     assert checkpoint is not None
-    weights = weights_of(graph(m), tensor_views(checkpoint.folder))
+    weights = checkpoint_weights(graph(m), checkpoint)
     out = it.folder / "out"
     write_folder(describe(it.folder), m, weights, out, torch.float32)
     return out

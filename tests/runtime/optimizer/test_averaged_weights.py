@@ -14,8 +14,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, generate, save_run, shard
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
-from megaloom.runtime.convert.checkpoint_views import checkpoint_tensors
-from megaloom.runtime.convert.run_weights import weights_of
+from megaloom.runtime.convert.run_weights import checkpoint_weights
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.evaluation import evaluate_run
 from tests.support.batches import next_token
@@ -103,7 +102,7 @@ def evaluated(plan: Plan, folder: Path) -> float:
     """On one rank: the loss with the averaged weights of a checkpoint."""
     model, checkpoint = find(plan.model)[0], newest_intact(folder, fingerprint=plan.fingerprint)
     assert checkpoint
-    weights = weights_of(graph(model), checkpoint_tensors(checkpoint, averaged=True))
+    weights = checkpoint_weights(graph(model), checkpoint, averaged=True)
     return shard(model, plan, RECIPE, weights=weights).evaluate_samples(held_out, 4).loss
 
 

@@ -9,8 +9,7 @@ import torch
 from megaloom.dsl import fingerprint, graph
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.runtime.checkpoints.checkpoint_folder import latest
-from megaloom.runtime.convert.checkpoint_views import tensor_views
-from megaloom.runtime.convert.run_weights import weights_of
+from megaloom.runtime.convert.run_weights import checkpoint_weights
 from megaloom.runtime.training.artefact import unpack
 from megaloom.runtime.training.run_folder import load_run
 from tests.support.paths import ROOT
@@ -26,5 +25,5 @@ def test_an_artefact_of_version_1_loads(tmp_path: Path) -> None:
     assert run.recipe.steps == 2
     checkpoint = latest(folder, fingerprint=run.plan.fingerprint)
     assert checkpoint is not None
-    weights = weights_of(graph(run.model), tensor_views(checkpoint.folder))
+    weights = checkpoint_weights(graph(run.model), checkpoint)
     assert all(bool(torch.isfinite(view.read()).all()) for view in weights.values())

@@ -97,8 +97,8 @@ def test_damaged_files_are_named(checkpoint: Path) -> None:
 
 def test_a_run_with_malicious_metadata_is_neither_resumed_nor_converted(checkpoint: Path, tmp_path: Path) -> None:
     """Whoever changes the file can correct its checksum too, so that nothing but the allow-list is in the way."""
-    from megaloom.runtime.convert.checkpoint_views import tensor_views  # isort: skip (prepares megatron-core)
     from megaloom.runtime.checkpoints.checkpoint import load
+    from megaloom.runtime.checkpoints.checkpoint_views import tensor_views
 
     target = tmp_path / "created"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Malicious(target)))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megaloom.runtime.weights.views import Box, View, held, solve, source, values_of
+from megaloom.runtime.weights.views import Box, View, held, solve, source, stored_boxes, values_of
 
 CASES: dict[str, tuple[Callable[[Any, Any], Any], tuple[int, ...], tuple[int, ...]]] = {
     "transposed": (lambda x, y: x.T, (6, 4), (1,)),
@@ -48,12 +48,24 @@ def test_a_view_has_the_values_of_tensors(case: str) -> None:
     assert torch.equal(values_of(view), expected)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_stored_boxes_of_a_view_have_its_values(case: str) -> None:
+    rearrange, *shapes = CASES[case]
+    tensors = {name: numbered(shape, 1 + 100 * i) for i, (name, shape) in enumerate(zip("xy", shapes, strict=True))}
+    value = rearrange(*tensors.values())
+    found = list(stored_boxes(rearrange(*(held(x, name) for name, x in tensors.items())), value))
+    for name, box, values in found:
+        assert torch.equal(values, tensors[name][tuple(slice(r.start, r.stop) for r in box)])
+    elements = sorted(e for *_, values in found for e in values.flatten().tolist())
+    assert elements == sorted(e for e in value.flatten().tolist() if e)  # zeros pad
+
+
 @given(st.data())
 def test_any_part_of_any_reshape(data: st.DataObject) -> None:
     sizes = st.sampled_from([(24,), (2, 12), (4, 6), (2, 3, 4), (1, 24, 1), (3, 2, 2, 2), (12, 1, 2), (6, 4)])
     old, middle, new = (data.draw(sizes) for _ in range(3))
     x = numbered(old)
-    expected, view = x, held(x)
+    expected, view = x, held(x, "x")
     for shape in (middle, new):
         order = data.draw(st.permutations(range(expected.ndim)))
         expected, view = expected.permute(order).reshape(shape), view.permute(order).reshape(shape)
@@ -62,6 +74,9 @@ def test_any_part_of_any_reshape(data: st.DataObject) -> None:
         length = data.draw(st.integers(1, size - start))
         expected, view = expected.narrow(dim, start, length), view.narrow(dim, start, length)
     assert torch.equal(view.read(), expected)
+    boxes = [(x[tuple(slice(r.start, r.stop) for r in box)], values) for _, box, values in stored_boxes(view, expected)]
+    assert all(torch.equal(stored, values) for stored, values in boxes)
+    assert sum(values.numel() for _, values in boxes) == expected.numel()
 
 
 def test_only_the_boxes_of_a_part_are_read() -> None:

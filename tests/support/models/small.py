@@ -16,6 +16,7 @@ from megaloom.dsl import (
     MoE,
     NextToken,
     Positions,
+    RMSNorm,
     SequenceToSequence,
     SwiGLU,
     Unembed,
@@ -167,6 +168,14 @@ def tiny_gpt_oss() -> Model:
     )
 
 
+def biased_experts() -> Model:
+    """Experts with biases, which a module runs only without etp, in a model of one's own."""
+    e, v = Dim("embed", 64), Dim("vocab", 127)
+    table = weight("table", v, e)
+    block = residual(LayerNorm(), Attention(heads=4, bias=True)) >> residual(LayerNorm(), MoE(MLP(48, bias=True), 4, 2))
+    return model("biased-experts", ids() >> Embed(table) >> repeat(2, block) >> Unembed(table) >> NextToken())
+
+
 def tiny_llama4() -> Model:
     """One expert by its sigmoid, and a shared one of another kind."""
     moe = MoE(SwiGLU(96), 4, 1, score="sigmoid", normalize=False, shared=MLP(64, "relu2"))
@@ -185,6 +194,16 @@ def byte_gpt() -> Model:
 def golden_llama() -> Model:
     """The model of the golden checkpoint. Its declaration must not change."""
     return llama("golden-llama", layers=1, heads=2, kv_heads=2, embed=8, ff=12, vocab=63)
+
+
+def golden_moe() -> Model:
+    """The model of the golden checkpoint of version 2. Its declaration must not change."""
+    e, v = Dim("embed", 8), Dim("vocab", 61)
+    table = weight("table", v, e)
+    attention = Attention(heads=4, kv_heads=2, head_dim=2, rope=10_000, qk_norm=RMSNorm(over="head_dim"), qkv_bias=True)
+    experts = MoE(SwiGLU(6), 4, 2, balance=0.01, shared=SwiGLU(4), score="sigmoid", corrected=True)
+    block = repeat(1, residual(RMSNorm(), attention) >> residual(LayerNorm(), experts))
+    return model("golden-moe", ids() >> Embed(table) >> block >> RMSNorm() >> Unembed(table) >> NextToken())
 
 
 def tiny_bert() -> Model:
