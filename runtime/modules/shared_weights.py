@@ -97,11 +97,6 @@ class SharedUses:
         """Return whether another node of the chunk uses the weight before this one."""
         return self.by_weight[use.weight][0] is not use
 
-    def owner_of(self, node: Node, parameter: str) -> str:
-        """Return the name of a parameter in checkpoints and parameter groups: NODE.PARAMETER of the first node."""
-        owners = (use.owner for use in self.of_node(node) if use.parameter == parameter)
-        return next(owners, f"{node.name}.{parameter}")
-
     def saved_once(self, node: Node, state: dict[str, Any], prefix: str) -> dict[str, Any]:
         """Return the sharded state of a node without what another node of the chunk saves, and with copies as replicas.
 

@@ -16,13 +16,15 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensorFactory
 from torch import Tensor, nn
 
-from megaloom.dsl import Node, Slot
+from megaloom.dsl import MoE, Node, Slot
+from megaloom.dsl.sharding_table import WHOLE
+from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.weights.views import Box, View, boxes_reader, source, stored_boxes, with_readers
 
 from .initial_weights import given_weight
-from .parameters import is_built_in, node_parameters, rank_shard, shard_position
+from .parameters import Weights, is_built_in, node_parameters, parameters, rank_shard, shard_position
 
 
 def weight_shards(node: Node, module: nn.Module, groups: ProcessGroups) -> dict[str, ShardedTensorFactory] | None:
@@ -51,12 +53,27 @@ def parameter_weights(node: Node, module: nn.Module, groups: ProcessGroups) -> d
     full = _rearrangements(node, module, groups)
     if full is None:
         return {name: (f"{node.name}.{name}",) for name, _ in module.named_parameters()}
-    return {name: tuple(dict.fromkeys(map(str, keys_of(full[name])))) for name, _ in module.named_parameters()}
+    return {name: weights_in(full[name]) for name, _ in module.named_parameters()}
 
 
-def keys_of(view: View) -> list[Hashable]:
-    """Return the keys of the stored tensors that a view consists of, in its order."""
-    return [key for key, *_ in stored_boxes(view, torch.empty(view.shape, device="meta"))]
+def fused_weights(node: Node) -> list[tuple[str, ...]]:
+    """Return the weights of a node that its module holds in one parameter, under the layouts where a module runs it."""
+    if is_built_in(node.op) and not runs_as_module(node, WHOLE):
+        return []
+    slots = {s.name.removeprefix(f"{node.name}."): s for s in node.weights}
+    try:
+        full = parameters(node.op, Weights(slots, _symbol, range(1 if isinstance(node.op, MoE) else 0)))
+        fused = [weights_in(view) for view in full.values()]
+    except Exception:  # no module, or a method of a user's own that computes anything
+        if is_built_in(node.op):
+            raise
+        return []
+    return [names for names in fused if len(names) > 1]
+
+
+def weights_in(view: View) -> tuple[str, ...]:
+    """Return the names of the weights that a rearrangement of weights consists of."""
+    return tuple(dict.fromkeys(str(name) for name, *_ in stored_boxes(view, _sized(view))))
 
 
 def _rearrangements(node: Node, module: nn.Module, groups: ProcessGroups) -> dict[str, View] | None:
