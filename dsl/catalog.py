@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from inspect import isfunction, signature
-from os.path import exists, isdir, isfile, join
+from os.path import exists, isdir, isfile, join, realpath
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
@@ -17,15 +17,16 @@ from megaloom.dsl.hf.architectures import (
     WANTED,
     config_file,
     config_name,
-    describes,
     read,
 )
 from megaloom.dsl.hf.conversations import for_conversations
 
-from .errors import UserError, short_path
+from .errors import UserError, safe_repr, short_path
 from .example_modules import example_modules, hyphenated
-from .files.model_file import is_model_file, load_model
+from .files.json_file import Content, content_of
+from .files.model_file import load_model
 from .graph import Model
+from .neighbours import neighbours_of
 from .settings.arguments import Arguments, checked_arguments
 from .settings.reference import label, split_reference, with_arguments
 
@@ -57,7 +58,7 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
         path = Path(location)
         if not isfile(location):
             raise UserError(f"no file {location!r}\n{WANTED}")
-        return _pick(_load(path), str(path.resolve()), name, arguments)
+        return _pick(_load(path), realpath(path), name, arguments)
     if name:
         return _pick(_import(location, ref), location, name, arguments)
     wanted = ref.lower().replace(".", "-").replace("_", "-")  # gpt3-1.3b is a model's own name
@@ -83,7 +84,7 @@ def _reads_conversations(conversations: bool = False) -> bool:
 def config_of(ref: str) -> Path | None:
     """Return the Hugging Face config.json that a full reference names; None for a model from elsewhere."""
     path, _ = split_reference(ref)
-    return Path(path) if describes(path) else None
+    return Path(path) if content_of(path) is Content.CONFIG else None
 
 
 def _refuse_arguments(file: str, arguments: Arguments) -> None:
@@ -98,13 +99,13 @@ def _model_file(ref: str) -> Path | None:
     """Return the model.json of a run folder, or the file itself if it is one; None for other references."""
     path = Path(ref)
     file = path / "model.json" if isfile(join(ref, "run.json")) else path
-    return file if file.suffix == ".json" and is_model_file(file) else None
+    return file if file.suffix == ".json" and content_of(file) is Content.MODEL else None
 
 
 def file_name(ref: str) -> str:
     """Return the name for files and folders of the model with this full reference."""
     ref, arguments = split_reference(ref)
-    if ref.endswith("model.json") and is_model_file(ref):
+    if ref.endswith("model.json") and content_of(ref) is Content.MODEL:
         return Path(ref).parent.name
     name = config_name(Path(ref)) if ref.endswith(".json") else hyphenated(ref.rpartition(":")[2])
     return f"{name}{label(arguments)}"
@@ -155,13 +156,14 @@ def _pick(module: ModuleType, location: str, name: str, arguments: Arguments) ->
     else:
         given = checked_arguments(model, arguments, f"{location}:{name}")
         try:
-            model = model(**given)
-        except UserError:
+            with neighbours_of(module.__file__):
+                model = model(**given)
+        except (UserError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise _failed(f"{location}:{name} fails", error, module.__file__) from error
         if name in models and not isinstance(model, Model):
-            raise UserError(f"{location}:{name} is annotated with `-> Model`, but returns {model!r:.40}")
+            raise UserError(f"{location}:{name} is annotated with `-> Model`, but returns {safe_repr(model)}")
     if not isinstance(model, Model):
         instead = f"it has {', '.join(models)}" if models else "write a function without arguments, `-> Model`"
         raise UserError(f"{location} has no model {name!r}: {instead}")
@@ -175,9 +177,9 @@ def _import(name: str, ref: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"cannot import {name!r} of {ref!r}: {error}\n{WANTED}") from error
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise _failed(f"cannot import {name!r} of {ref!r}", error) from error
 
 
@@ -191,7 +193,11 @@ def _failed(what: str, error: BaseException, file: str | None = None) -> UserErr
     frames = extract_tb(error.__traceback__)
     last = ([f for f in frames if f.filename == file] or frames)[-1]
     at = f"{last.filename}:{last.lineno}"
-    return UserError(f"{what}: {type(error).__name__}: {error}{_suggestion(error)}\n  at {short_path(at)}")
+    try:
+        text = f": {error}"
+    except Exception:  # of the user's own __str__
+        text = ""
+    return UserError(f"{what}: {type(error).__name__}{text}{_suggestion(error)}\n  at {short_path(at)}")
 
 
 def _suggestion(error: BaseException) -> str:
@@ -204,7 +210,7 @@ def _suggestion(error: BaseException) -> str:
 
 def _load(path: Path) -> ModuleType:
     """Return the module of a file, executed once per process."""
-    name = f"megaloom_model_{abs(hash(path.resolve()))}"
+    name = f"megaloom_model_{abs(hash(realpath(path)))}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -212,11 +218,12 @@ def _load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except UserError:
-        del sys.modules[name]
+        with neighbours_of(str(path)):
+            spec.loader.exec_module(module)
+    except (UserError, KeyboardInterrupt):
+        sys.modules.pop(name, None)
         raise
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
+    except BaseException as error:
+        sys.modules.pop(name, None)
         raise _failed(f"cannot load {path}", error, module.__file__) from error
     return module

@@ -52,6 +52,15 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f": did you mean {near[0]}?\n" if near else ": "
 
 
+def safe_repr(value: object, longest: int = 40) -> str:
+    """Return the beginning of a value's repr. Where the user's own __repr__ fails, it is the name of the class."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= longest else f"{text[:longest]}…"
+
+
 def divisors(n: int) -> str:
     """Return the divisors of n as text: "1, 2, 4"."""
     return ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)

@@ -1,11 +1,15 @@
 """A model as a file, which loads where the program that declared it is missing. Reading it runs no code.
 
-    {"version": 1, "fingerprint": "1-…", "name": "m", "ops": [{"kind": "MLP", "fields": {"ff": 64}}, …],
+    {"version": 3, "seal": "5f0c…", "fingerprint": "1-…", "name": "m",
+     "ops": [{"kind": "MLP", "fields": {"ff": 64}}, …],
      "values": [{"op": 0, "args": [], "dims": [["batch"], ["seq"]], "dtype": "index"}, …], "outputs": [7], "lora": null}
 
 `values` are all values of the program in order, bodies of layers included; `args` and `body` are positions in it. A
 layer that is not built in is its name, its shard policies and its body. A torch module of its own is left out. Of a
 model with adapters, the file has the model without them, and `lora`, which says where they are.
+
+The fingerprint says what model this is: built-in layers count by their fields. `seal` is the SHA-256 of everything else
+in the file, bodies of built-in layers included, so that no change of it is read as another model.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from fractions import Fraction
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,19 +34,21 @@ from megaloom.dsl.transforms.adapters import adapted
 from megaloom.dsl.value import Op, Value
 
 from .built_in import built_in_kinds, is_built_in
+from .json_file import read_json
 from .json_form import JSON, dim_form, fingerprint, is_current
 from .loaded_layer import LoadedLayer, loaded_kind
 
-VERSION = 2
-"""Version of the file. 2: adapters."""
-READ = (1, VERSION)
+VERSION = 3
+"""Version of the file. 3: seal; 2: adapters."""
+READ = (1, 2, VERSION)
+SEALED = 3  # the first version with a seal
 
 
 def model_to_json(m: Model) -> JSON:
     """Return a model as JSON. Raises UserError for a field or a primitive that has no JSON form."""
     writer, identity, lora, m = _Writer(), fingerprint(m), m.lora, m.without_adapters
     values = [writer.value(v) for v in _in_order(m)]
-    return {
+    out = {
         "version": VERSION,
         "fingerprint": identity,
         "name": m.name,
@@ -52,6 +59,13 @@ def model_to_json(m: Model) -> JSON:
         "outputs": [writer.positions[id(v)] for v in m.outputs],
         "lora": None if lora is None else asdict(lora),
     }
+    return {"version": VERSION, "seal": _seal(out), **out}
+
+
+def _seal(raw: JSON) -> str:
+    """Return the hash of a file's fields, without that of the seal itself."""
+    sealed = {name: value for name, value in raw.items() if name != "seal"}
+    return sha256(json.dumps(sealed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def save_model(m: Model, path: Path) -> None:
@@ -59,22 +73,13 @@ def save_model(m: Model, path: Path) -> None:
     path.write_text(json.dumps(model_to_json(m), separators=(",", ":"), allow_nan=False), encoding="utf-8")
 
 
-def is_model_file(path: str | Path) -> bool:
-    """Return True for a file that `save_model` may have written."""
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            return file.read(100).startswith('{"version":') and Path(path).suffix == ".json"
-    except (OSError, ValueError):
-        return False
-
-
 def load_model(path: str | Path) -> Model:
     """Return the model in a file. Raises UserError if the file is damaged, or of another version of megaloom."""
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = read_json(path)
     except OSError as error:
         raise UserError(f"cannot read a model from {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise UserError(f"{path} is not JSON, so not a model\ncopy the run folder again") from None
     return model_from_json(raw, str(path))
 
@@ -87,6 +92,8 @@ def model_from_json(raw: object, where: str) -> Model:
     if raw.get("version") not in READ or not is_current(raw["fingerprint"]):
         made = f"version {raw.get('version')!r}, fingerprint {raw['fingerprint']:.20}"
         raise UserError(f"{where} is a model of another version of megaloom ({made})\n{advice}")
+    if (raw["version"] >= SEALED or "seal" in raw) and raw.get("seal") != _seal(raw):
+        raise UserError(f"{where} was changed after it was written: its seal is another\ncopy the run folder again")
     try:
         m = _Reader(raw).model()
         same = fingerprint(m) == raw["fingerprint"]

@@ -7,7 +7,6 @@ A module of the examples marks its function from a `Config` to a `Model` with `@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -19,6 +18,7 @@ from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.example_modules import example_modules
+from megaloom.dsl.files.json_file import read_json
 from megaloom.dsl.graph import Model
 from megaloom.dsl.ops.weight import INITIAL_STD
 
@@ -34,7 +34,6 @@ __all__ = [
     "Reader",
     "config_file",
     "config_name",
-    "describes",
     "open_config",
     "read",
     "reader",
@@ -93,8 +92,8 @@ def open_config(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:
         return Config(config, "config"), Path(str(name)).name
     path = config_file(config)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
-    except (OSError, ValueError, RecursionError) as error:
+        fields = read_json(path, object_hook=_number)
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}\n{WANTED}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} is not a config.json: it must hold a JSON object")
@@ -110,15 +109,6 @@ def _number(fields: dict[str, Any]) -> Any:
 def config_name(path: Path) -> str:
     """Return the name for the model of a file: its stem or, for a config.json, the name of its folder."""
     return path.resolve().parent.name if path.name == "config.json" else path.stem
-
-
-def describes(path: str | Path) -> bool:
-    """Return True if a JSON file is a config.json rather than a plan.json or another file."""
-    try:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(fields, dict) and not fields.keys().isdisjoint(("architectures", "model_type"))
 
 
 def config_file(config: str | Path) -> Path:

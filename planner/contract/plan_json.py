@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from attrs import asdict
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import parse_json, read_text
 from megaloom.dsl.quoting import shell_word
 
 from .layout import FIELDS, Layout
@@ -39,8 +40,8 @@ def plan_from_json(text: str, where: str) -> Plan:
 
     advice = _advice(where)
     try:
-        raw = json.loads(text.removeprefix("\ufeff"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        raw = parse_json(text.removeprefix("\ufeff"), parse_constant=_no_constant)
+    except ValueError as error:
         raise PlanError(f"{where} is not JSON: {error}\n{advice}") from None
     if not isinstance(raw, dict) or "version" not in raw or "stages" not in raw:
         raise PlanError(f"{where} is JSON, but not a plan\n{advice}")
@@ -89,7 +90,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str]) -> Plan:
     """Return the plan in a file. Raises PlanError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except UnicodeDecodeError:
         raise PlanError(f"{path} is not text, so not a plan\n{_advice(str(path))}") from None
     except OSError as error:

@@ -16,16 +16,15 @@ writes such a file, with its measurements beside the figures.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from attrs import evolve, fields, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import parse_json, read_text
 from megaloom.planner.contract.devices import (
     Device,
     Link,
@@ -59,8 +58,8 @@ class ClusterFile:
 def read_cluster_file(path: str) -> ClusterFile:
     """Return the contents of a cluster file. Raises UserError if it cannot be read or a field is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        raw = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+        text = read_text(path)
+        raw = parse_json(text) if path.endswith(".json") else tomllib.loads(text)
     except OSError as error:
         _refuse(path, f"cannot be read: {error.strerror}", "give an existing file, or a known device, as in 8xH100")
     except (ValueError, RecursionError) as error:  # bad UTF-8 is one

@@ -15,6 +15,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 from cattrs import Converter, transform_error
 
+from megaloom.dsl.files.json_file import parse_json
 from megaloom.dsl.graph import Model
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import FIELDS, Layout
@@ -104,7 +105,7 @@ class LeftOut:
 
 def read_record(line: str) -> RunRecord | LeftOut:
     """Parse one line of JSON. Raises UnfitError with the field that is wrong."""
-    raw = json.loads(line)
+    raw = parse_json(line)
     kind: type[RunRecord] | type[LeftOut] = LeftOut if "reason" in raw else RunRecord
     try:
         return _converter().structure(raw, kind)

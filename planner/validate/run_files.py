@@ -6,12 +6,12 @@ file is a record (see `records`) or a row of the older schema (see `published`).
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import parse_json
 
 from .published import published_record
 from .records import LeftOut, RunRecord, read_record, run_of_record
@@ -88,8 +88,8 @@ def _read_line(line: str, name: str) -> TrainingRun | Skipped:
 def _object(line: str) -> dict[str, Any]:
     """Parse a line as a JSON object without its null fields."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise UnfitError(f"it is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise UnfitError(f"it is not a JSON object: {line:.40}")

@@ -10,7 +10,6 @@ A run folder belongs to one model. Checkpoints of another model are neither load
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ import cattrs
 from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import read_json
 
 from .manifest import CONVERTER, MANIFEST_NAME, VERSION, Manifest, SavedFile, manifest_checksum, manifest_to_json
 
@@ -170,7 +170,7 @@ def _read_or_problem(folder: Path) -> Checkpoint | CheckpointError:
 def read(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder. Raise CheckpointError if it is incomplete or changed."""
     try:
-        contents = json.loads((folder / MANIFEST_NAME).read_text())
+        contents = read_json(folder / MANIFEST_NAME)
         saved_version = contents.get("version") if isinstance(contents, dict) else None
         if isinstance(saved_version, int) and not 1 <= saved_version <= VERSION:
             known = f"formats 1 to {VERSION}"

@@ -12,6 +12,7 @@ import cattrs
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import read_json
 
 from .indexed import path_of
 from .token_ids import BYTE_IDS, TokenIds
@@ -45,7 +46,7 @@ def read_description(prefix: Path) -> Description | None:
     """Return the description of a dataset, or None if it has none, as one that Megatron-LM has written."""
     path = path_of(prefix, SUFFIX)
     try:
-        contents = json.loads(path.read_text())
+        contents = read_json(path)
         if contents["version"] != DESCRIPTION_VERSION:
             raise UserError(
                 f"{path} has version {contents['version']}; this megaloom reads version {DESCRIPTION_VERSION}"

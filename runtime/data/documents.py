@@ -6,7 +6,6 @@ the documents of one. So chunks can be tokenized in any order by any number of p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError, did_you_mean
+from megaloom.dsl.files.json_file import parse_json
 
 from .text_files import STDLIB, stat_digest, text_files, unreadable
 
@@ -203,7 +203,7 @@ def _jsonl(path: Path, chunk: Chunk, key: str) -> Iterator[Document]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise UserError(f"{_line(path, at)} is not JSON: {_first_line(error)}") from None
             except RecursionError:

@@ -107,7 +107,7 @@ class IndexedDataset:
 
 def path_of(prefix: Path, suffix: str) -> Path:
     """Return prefix + suffix: a prefix may have dots."""
-    return prefix.with_name(prefix.name + suffix)
+    return Path(f"{prefix}{suffix}")
 
 
 def is_indexed(prefix: Path) -> bool:

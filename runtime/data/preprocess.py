@@ -73,7 +73,7 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
     and then leave nothing behind.
     """
     request.check()
-    if request.tokenizer:
+    if request.tokenizer is not None:
         load_tokenizer(request.tokenizer)
     sources = [open_source(name) for name in request.sources]
     digest = _digest(request, sources)

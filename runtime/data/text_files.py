@@ -21,6 +21,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import read_json
 
 from .indexed import IndexedDataset, open_indexed, unfinished_path, write_indexed
 from .order import stable_hash
@@ -77,7 +78,7 @@ def unreadable(source: str, error: OSError) -> UserError:
 def _gathered(folder: Path, digest: str) -> tuple[IndexedDataset, ...] | None:
     """Return the datasets if an earlier call has copied this text and its files are intact."""
     try:
-        known = json.loads((folder / DATA_NAME).read_text())
+        known = read_json(folder / DATA_NAME)
         if known["digest"] == digest:
             datasets = tuple(open_indexed(folder / name) for name in GATHERED)
             return datasets if [d.tokens for d in datasets] == [known["tokens"][name] for name in GATHERED] else None

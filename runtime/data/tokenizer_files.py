@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import read_json
 
 JSON_NAME, MODEL_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 MODEL_NAMES = (MODEL_NAME, "spiece.model", "sentencepiece.bpe.model")
@@ -99,7 +99,7 @@ def _fields(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):

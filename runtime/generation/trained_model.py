@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from megaloom.dsl import Graph, UserError, graph
+from megaloom.dsl.files.json_file import read_json
 from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import read
 from megaloom.planner.contract.workload import Precision
@@ -121,7 +121,9 @@ def open_trained(folder: Path, *, averaged: bool = False) -> TrainedModel:
 def _fields(path: Path) -> Mapping[str, Any]:
     """Return the fields of a JSON file. Raise UserError if it is damaged."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     return fields if isinstance(fields, dict) else {}

@@ -10,6 +10,8 @@ from typing import IO, Any
 
 from attrs import field, frozen
 
+from megaloom.dsl.files.json_file import parse_json
+
 from .trackers import Log, curves
 
 METRICS_NAME = "metrics.jsonl"
@@ -77,11 +79,11 @@ def _complete_lines(path: Path) -> Iterator[str]:
 def _step_of(line: str) -> float:
     """Return the step of a line; infinity if the line is damaged, as after a power failure."""
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, TypeError, KeyError):
         return math.inf
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the events of a metrics file; lines that are damaged are left out."""
-    return [json.loads(line) for line in _complete_lines(path) if _step_of(line) < math.inf]
+    return [parse_json(line) for line in _complete_lines(path) if _step_of(line) < math.inf]

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import parse_json
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
 from megaloom.runtime.weights.kept_files import KEPT
 
@@ -100,7 +101,7 @@ def _check_head(artefact: Path, archive: zipfile.ZipFile) -> None:
     """Raise UserError unless the archive is an artefact of this version."""
     try:
         with archive.open(HEAD_NAME) as file:
-            head = json.loads(file.read(LARGEST_HEAD))
+            head = parse_json(file.read(LARGEST_HEAD))
     except (KeyError, ValueError):
         head = None
     if not isinstance(head, dict):

@@ -17,6 +17,7 @@ from typing import Any
 from attrs import evolve, fields, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import read_json
 from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.files.model_file import load_model, save_model
 from megaloom.dsl.graph import Graph, Model, graph
@@ -163,7 +164,7 @@ def load_options(folder: Path) -> dict[str, Any]:
     """Return the options in run.json. Raises UserError if it is damaged or of another version."""
     path = folder / OPTIONS_NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}\ngive the folder of a run") from None
     except ValueError:

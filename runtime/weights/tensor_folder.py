@@ -5,7 +5,6 @@ Nothing is read but the headers of the files until a view is. Quantised tensors 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import read_json
 
 from .quantised import dequantised
 from .views import Box, View, source
@@ -72,7 +72,7 @@ def _files(folder: Path) -> list[Path]:
     """Return the files with the tensors of a folder."""
     if (folder / SHARD_INDEX).is_file():
         try:
-            names = sorted(set(json.loads((folder / SHARD_INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(read_json(folder / SHARD_INDEX)["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{folder / SHARD_INDEX} is not an index of safetensors files: {error!r:.80}") from None
         if outside := [name for name in names if Path(str(name)).name != name]:

@@ -188,3 +188,44 @@ def test_modules_that_fail(write, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_found_is_a_model(write) -> None:
     write(TWO)
     assert all(isinstance(find(f"models.py:{name}")[0], Model) for name in ("tiny", "other"))
+
+
+# Modules beside the file
+
+
+def test_a_file_imports_its_neighbours(write, tmp_path: Path) -> None:
+    """As under `python file.py`, and also when its function runs; equal names in two folders are two modules."""
+    for folder, width in (("a", 4), ("b", 8)):
+        (tmp_path / folder).mkdir()
+        write(f"width = {width}\n", f"{folder}/beside.py")
+        write(f"later = {width}\n", f"{folder}/lazy.py")
+        text = "from beside import width\n" + ONE.replace("4)", "width)").replace(
+            "    return", "    import lazy\n    return"
+        )
+        write(text, f"{folder}/models.py")
+    before = list(sys.path)
+    for folder, width in (("a", 4), ("b", 8), ("a", 4)):
+        m, _ = find(f"{folder}/models.py")
+        assert m.outputs[0].shape["embed"].size == width
+    assert sys.path == before
+
+
+ODD = """
+class Odd(BaseException):
+    def __str__(self): raise KeyError("no text")
+    __repr__ = __str__
+class Error(Exception):
+    __str__ = __repr__ = Odd.__str__
+"""
+
+
+@pytest.mark.parametrize(
+    "raised", ["Odd", "Error", "Odd()", "GeneratorExit", "SystemExit(3)", "BaseExceptionGroup('x', [Odd()])"]
+)
+def test_whatever_a_file_raises_is_one_message(write, raised: str) -> None:
+    write(ODD + f"raise {raised}\n", "top.py")
+    assert message("top.py").startswith("cannot load top.py: ")
+    write(HEAD + ODD + f"def m() -> Model:\n    raise {raised}\n", "inside.py")
+    assert "inside.py:m fails: " in message("inside.py")
+    write(HEAD + ODD + "def m() -> Model:\n    return Error()\n", "returns.py")
+    assert "but returns <Error>" in message("returns.py")

@@ -16,6 +16,7 @@ from typing import Any
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import parse_json, read_whole
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Plan
@@ -66,8 +67,8 @@ def read_trace(path: Path) -> MeasuredTrace:
     """Return the trace of a measured step. Raise UserError for a file that is none."""
     advice = "`megaloom train MODEL --profile 10` writes one into the run's folder"
     try:
-        data = path.read_bytes()
-        raw = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        data = read_whole(path)
+        raw = parse_json(gzip.decompress(data) if path.suffix == ".gz" else data)
         about, events = raw["otherData"], raw["traceEvents"]
         ranks, step = about["pipeline_ranks"], about["step"]
     except OSError as error:

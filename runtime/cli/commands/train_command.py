@@ -16,9 +16,9 @@ from attrs import asdict
 
 from megaloom.dsl.catalog import file_name, find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.files.model_file import is_model_file
+from megaloom.dsl.files.json_file import Content, content_of
+from megaloom.dsl.files.outputs import check_output_folder
 from megaloom.dsl.graph import graph
-from megaloom.dsl.hf.architectures import describes
 from megaloom.dsl.settings.arguments import Arguments, as_words
 from megaloom.dsl.settings.reference import check_same
 from megaloom.planner.cli.adapter_options import AdapterOptions
@@ -78,6 +78,8 @@ def run_train(
     data, split, epochs, out, save_every, evaluate_every, evaluate_batches, evaluate_all, keep_last, keep_best,
     async_save, distributed_timeout_minutes, weights.
     """
+    check_output_folder(options["out"], "--out")
+    check_output_folder(options["watching"].tensorboard_dir, "--tensorboard-dir")
     minutes = options["distributed_timeout_minutes"]
     if not 0 < minutes < 1e6:
         raise UserError(f"--distributed-timeout-minutes {minutes:g} is out of range\ngive minutes above 0, such as 10")
@@ -147,7 +149,8 @@ def chosen_model(model: str | None, weights: Path | None) -> str:
 
 def _is_plan(model: str) -> bool:
     """Return whether the argument MODEL names a plan.json."""
-    return model.endswith(".json") and not describes(model) and not is_model_file(model)
+    content = content_of(model)
+    return content is Content.PLAN or (content is Content.OTHER and model.endswith(".json"))
 
 
 def _planned_world(model: str) -> int | None:

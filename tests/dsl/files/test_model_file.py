@@ -1,6 +1,7 @@
 """A model written to a file is the model that is read from it, and reading runs no code."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,41 @@ def damaged(raw: dict, *path: object, value: object) -> dict:
 )
 def test_a_damaged_file_is_refused(path: tuple, value: object, says: str) -> None:
     raw = model_to_json(find("gpt2")[0])
-    with pytest.raises(UserError, match=f"m.json .*{says}"):
+    with pytest.raises(UserError, match=f"m.json .*({says}|was changed after it was written)"):
         model_from_json(damaged(raw, *path, value=value), "m.json")
+    del raw["seal"]
+    if path != ("version",):
+        with pytest.raises(UserError, match=f"m.json .*{says}"):  # in a file from before the seal
+            model_from_json(damaged({**raw, "version": 2}, *path, value=value), "m.json")
 
 
 def test_the_fingerprint_stays(tmp_path: Path) -> None:
     declared, _ = find("gpt2")
     assert fingerprint(model_from_json(model_to_json(declared), "m.json")) == fingerprint(declared)
+
+
+def leaves(it: object, path: tuple = ()) -> Iterator[tuple[tuple, object]]:
+    """Yield each value in JSON that is neither a list nor an object, with its path."""
+    inner = it.items() if isinstance(it, dict) else enumerate(it) if isinstance(it, list) else None
+    if inner is None:
+        yield path, it
+    for key, part in inner or ():
+        yield from leaves(part, (*path, key))
+
+
+def test_no_changed_value_is_read_as_another_model() -> None:
+    """The seal covers everything, bodies of built-in layers too, on which `evaluate` and `generate` depend."""
+    raw = model_to_json(find("stdlib-gpt")[0])
+    assert any(form.get("kind") == "Normalize" and "eps" in form["fields"] for form in raw["ops"])
+    for path, value in list(leaves(raw)):
+        other = not value if isinstance(value, bool) else value * 2 + 1 if isinstance(value, int | float) else "x"
+        with pytest.raises(UserError, match=r"m\.json "):
+            model_from_json(damaged(raw, *path, value=other), "m.json")
+    with pytest.raises(UserError, match="its seal is another"):
+        model_from_json({name: value for name, value in raw.items() if name != "seal"}, "m.json")
+
+
+def test_a_file_from_before_the_seal_is_read() -> None:
+    declared, _ = find("stdlib-gpt")
+    raw = {name: value for name, value in model_to_json(declared).items() if name != "seal"}
+    assert fingerprint(model_from_json({**raw, "version": 2}, "m.json")) == fingerprint(declared)

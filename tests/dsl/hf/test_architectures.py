@@ -37,7 +37,6 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.catalog import file_name, find
-from megaloom.dsl.hf.architectures import describes
 from megaloom.dsl.hf.fields import UNUSED, Config, rope, rotation
 from megaloom.dsl.hf.state_dict import from_checkpoint, to_checkpoint
 from megaloom.dsl.hf.tensor_check import check_values
@@ -99,13 +98,6 @@ def test_an_example_comes_before_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert find("gpt2")[1] == "megaloom.examples.gpt2:gpt2"
     assert find("./gpt2")[1] == str(tmp_path / "gpt2" / "config.json")
-
-
-def test_a_config_is_told_from_a_plan(tmp_path: Path) -> None:
-    for text, expected in ((json.dumps(LLAMA), True), ('{"version": 1}', False), ("[]", False), ("{", False)):
-        (tmp_path / "x.json").write_text(text)
-        assert describes(tmp_path / "x.json") is expected
-    assert not describes(tmp_path / "absent.json")
 
 
 # Refusals
