@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite
+from math import inf, isclose, isfinite
 from typing import NoReturn
 
 from .known_devices import MEMORY
@@ -15,6 +15,7 @@ from .structured import StructureError
 from .workload import Precision
 
 ROUNDING_ERROR = 1e-9  # of a step, by which the sum of its parts may differ from it
+LARGEST_MEMORY = 2**43  # bytes of one device, as in `devices.Device`
 
 
 def validate_plan(plan: Plan) -> None:
@@ -70,8 +71,6 @@ def _validate_prediction(plan: Plan) -> None:
     step, low, high = predicted.step_seconds, *predicted.interval
     if not 0 < step < inf:
         _refuse("predicted.step_seconds", f"must be more than 0, got {step:g}")
-    if not 0 <= low <= high < inf:
-        _refuse("predicted.interval", f"must be two times in seconds in order, got {low:g} and {high:g}")
     for name in ("tokens_per_second_per_device", "flops_per_second_per_device", "mfu", "bubble"):
         value = getattr(predicted, name)
         if value is not None and (value < 0 or not isfinite(value)):
@@ -81,9 +80,36 @@ def _validate_prediction(plan: Plan) -> None:
             _refuse(f"predicted.breakdown[{cause!r}]", f"must be at least 0, got {seconds:g}")
     if not abs((parts := sum(predicted.breakdown.values())) - step) <= ROUNDING_ERROR * step:
         _refuse("predicted.breakdown", f"must add up to step_seconds, {step:g}; its sum is {parts:g}")
+    if not 0 < low <= step <= high < inf:
+        what = f"must be two times in seconds, around step_seconds = {step:g}; got {low:g} and {high:g}"
+        _refuse("predicted.interval", what)
+    _validate_speed(plan)
     for name in ("nbytes", "moments"):
         if len(getattr(predicted, name)) != ranks:
             _refuse(f"predicted.{name}", f"must have an entry for each of pp {ranks} pipeline ranks")
     for rank, held in enumerate(predicted.nbytes):
         if min(held.values(), default=0) < 0 or not any(held.values()):
             _refuse(f"predicted.nbytes[{rank}]", "must hold at least one byte, and no negative number")
+        if (total := sum(held.values())) > LARGEST_MEMORY:
+            _refuse(f"predicted.nbytes[{rank}]", f"must be at most {LARGEST_MEMORY} bytes, got {total}")
+
+
+def _validate_speed(plan: Plan) -> None:
+    """Compare the speed of a prediction with its step, workload and device."""
+    predicted, w, device = plan.predicted, plan.workload, plan.cluster.device
+    flops, mfu, step = predicted.flops_per_second_per_device, predicted.mfu, predicted.step_seconds
+    if predicted.bubble > 1:
+        _refuse("predicted.bubble", f"must be a share of the step, at most 1, got {predicted.bubble:g}")
+    if mfu is not None and mfu > 1:
+        _refuse("predicted.mfu", f"must be a share of the device's peak, at most 1, got {mfu:g}")
+    if (flops is None) is not (mfu is None):
+        _refuse("predicted.mfu", "must be null where flops_per_second_per_device is null, and only there")
+    due = w.tokens / step / plan.cluster.count
+    if not isclose(got := predicted.tokens_per_second_per_device, due, rel_tol=ROUNDING_ERROR):
+        what = f"must be seq x batch / step_seconds / devices = {due:g}, got {got:g}"
+        _refuse("predicted.tokens_per_second_per_device", what)
+    peak = device.flops.get(w.precision)
+    if peak is None:
+        _refuse("cluster.device.flops", f"must have the workload's precision, {w.precision}")
+    if flops is not None and mfu is not None and not isclose(mfu, flops / peak, rel_tol=ROUNDING_ERROR):
+        _refuse("predicted.mfu", f"must be flops_per_second_per_device / {peak:g} = {flops / peak:g}, got {mfu:g}")

@@ -21,7 +21,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import load, plan_from_json, plan_to_json, save
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import PLAN_VERSION, Plan, PlanError, Prediction, Stage, plan_command
-from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.rules.plan_check import check_plan
@@ -61,14 +61,17 @@ def plans(draw: st.DrawFn) -> Plan:
         shard=draw(st.sampled_from(["none", "optimizer"])),
     )
     machine = cluster(f"1x{draw(st.sampled_from(sorted(PRESETS)))}")
-    parts = draw(st.dictionaries(words, seconds, max_size=4).filter(lambda message: sum(message.values()) > 0))
+    parts = draw(st.dictionaries(words, seconds, max_size=4).filter(lambda message: sum(message.values()) > 1e-9))
+    step, shares = sum(parts.values()), st.floats(0.01, 1.0)
+    work = Workload(seq=draw(counts), batch=draw(counts), precision=draw(st.sampled_from(sorted(machine.device.flops))))
+    mfu = draw(shares)
     predicted = Prediction(
-        step_seconds=sum(parts.values()),
-        interval=(0.0, draw(seconds)),
-        tokens_per_second_per_device=draw(seconds),
-        flops_per_second_per_device=draw(seconds),
-        mfu=draw(seconds),
-        bubble=draw(seconds),
+        step_seconds=step,
+        interval=(step * draw(shares), step * (1 + draw(shares))),
+        tokens_per_second_per_device=work.tokens / step / layout.world,
+        flops_per_second_per_device=mfu * machine.device.flops[work.precision],
+        mfu=mfu,
+        bubble=draw(shares),
         breakdown=parts,
         nbytes=tuple(draw(st.dictionaries(words, counts, min_size=1, max_size=3)) for _ in range(pp)),
         moments=tuple(draw(words) for _ in range(pp)),
@@ -78,7 +81,7 @@ def plans(draw: st.DrawFn) -> Plan:
         model=draw(words),
         fingerprint=draw(words),
         cluster=evolve(machine, count=layout.world, per_node=draw(st.sampled_from([1, layout.world]))),
-        workload=Workload(seq=draw(counts), batch=draw(counts), precision=draw(st.sampled_from(Precision))),
+        workload=work,
         layout=layout,
         stages=stages,
         predicted=predicted,
@@ -108,7 +111,7 @@ def example() -> Plan:
             interval=(0.45, 0.65),
             tokens_per_second_per_device=8192.0,
             flops_per_second_per_device=1e12,
-            mfu=0.01,
+            mfu=1e12 / PRESETS["H100"].device.flops["bf16"],
             bubble=0.2,
             breakdown={"compute": 0.4, "bubble": 0.1},
             nbytes=({"weights": 10}, {"weights": 20}),
@@ -289,7 +292,18 @@ def broken(*path: str | int, value: Any) -> str:
         (broken("stages", 1, "forward_seconds", value=-1.0), "stages[1].forward_seconds must be at least 0, got -1"),
         (broken("cluster", "device", "nbytes", value=80), "cluster.device: Device H100: nbytes = 80 is not"),
         (broken("predicted", "interval", value=[1.0]), "predicted.interval must be a list of 2, got 1 entries"),
-        (broken("predicted", "interval", value=[2.0, 1.0]), "predicted.interval must be two times in seconds in order"),
+        (broken("predicted", "interval", value=[2.0, 1.0]), "predicted.interval must be two times in seconds, around"),
+        (broken("predicted", "interval", value=[0.0, 0.6]), "around step_seconds = 0.5; got 0 and 0.6"),
+        (broken("predicted", "mfu", value=5.0), "predicted.mfu must be a share of the device's peak, at most 1, got 5"),
+        (broken("predicted", "mfu", value=0.5), "predicted.mfu must be flops_per_second_per_device / "),
+        (broken("predicted", "mfu", value=None), "predicted.mfu must be null where"),
+        (broken("predicted", "bubble", value=7.0), "predicted.bubble must be a share of the step, at most 1, got 7"),
+        (
+            broken("predicted", "nbytes", 0, "weights", value=10**30),
+            "predicted.nbytes[0] must be at most 8796093022208",
+        ),
+        (broken("workload", "seq", value=7), "predicted.tokens_per_second_per_device must be seq x batch"),
+        (broken("workload", "batch", value=4), "/ step_seconds / devices = 4096, got 8192"),
         (broken("predicted", "mfu", value=-0.1), "predicted.mfu must be at least 0, got -0.1"),
         (broken("cluster", "device", "name", value="TPU"), "cluster.device.name must be one of A100, "),
         (broken("cluster", "device", "flops", value={"int8": 1e15}), "cluster.device.flops must have names among fp32"),
