@@ -82,20 +82,17 @@ def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
     """Yield the primitives of an applied layer, arguments first: (value, path in the layer, dims of the copies)."""
     outside = {id(a) for a in value.args if not isinstance(a.op, Weight)}
     seen: set[int] = set()
-
-    def visit(v: Value, path: str, outer: tuple[Dim, ...]) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
-        if id(v) in seen or id(v) in outside:
-            return
-        seen.add(id(v))
-        for a in v.args:
-            yield from visit(a, path, outer)
-        if v.body is None:
+    todo: list[tuple[Value, str, tuple[Dim, ...], bool]] = [(value, "", (), False)]
+    while todo:  # without recursion: programs are deeper than Python's stack
+        v, path, outer, ready = todo.pop()
+        if ready:
             yield v, path, outer
-        elif isinstance(v.op, Each):
-            yield from visit(v.body, f"{path}{v.op.dim}.", (*outer, v.shape.dims[0]))
-        elif isinstance(v.op, Named):
-            yield from visit(v.body, f"{path}{v.op.name}.", outer)
-        else:
-            yield from visit(v.body, path, outer)
-
-    yield from visit(value, "", ())
+        elif id(v) not in seen and id(v) not in outside:
+            seen.add(id(v))
+            inside, copies = path, outer
+            if v.body is not None and isinstance(v.op, Each):
+                inside, copies = f"{path}{v.op.dim}.", (*outer, v.shape.dims[0])
+            elif v.body is not None and isinstance(v.op, Named):
+                inside = f"{path}{v.op.name}."
+            todo.append((v, path, outer, True) if v.body is None else (v.body, inside, copies, False))
+            todo += [(a, path, outer, False) for a in reversed(v.args)]

@@ -113,12 +113,20 @@ class Program:
         return prod(degree // size for size, degree in sizes if size is not None and size < degree)
 
     def entries(self, v: Value) -> Iterator[Value]:
-        """Yield the value itself or, inside a chain of pointwise ops, the inputs of the chain that it depends on."""
-        if id(v.source) in self.fused:
-            for a in v.source.args:
-                yield from self.entries(a)
-        else:
-            yield v
+        """Yield the value itself or, inside a chain of pointwise ops, the inputs of the chain that it depends on.
+
+        Each comes once: a value that is used twice doubles the number of paths to it.
+        """
+        seen, todo = set[int](), [v]
+        while todo:
+            x = todo.pop()
+            if id(x.source) in seen:
+                continue
+            seen.add(id(x.source))
+            if id(x.source) in self.fused:
+                todo += reversed(x.source.args)
+            else:
+                yield x
 
 
 def output_sizes(node: Node, sizes: Mapping[str, int], split: Split) -> tuple[int, ...]:

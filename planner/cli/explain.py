@@ -37,12 +37,15 @@ def explain(
     trace
         File for a Chrome trace of its predicted step, for ui.perfetto.dev; compressed if its name ends in .gz.
     """
+    from megaloom.dsl.files.outputs import check_output_file
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
     from megaloom.planner.report.compare import comparison, comparison_json
     from megaloom.planner.report.text import plan_summary
     from megaloom.planner.report.to_json import plan_json
 
+    check_output_file(html, "--html")
+    check_output_file(trace, "--trace")
     names = [plan] if other is None else [plan, other]
     (first, model), *rest = [_loaded(name) for name in names]
     if as_json:

@@ -36,11 +36,13 @@ def export(
         The file to write. [default: standard output]
     """
     from megaloom.dsl.errors import UserError
+    from megaloom.dsl.files.outputs import check_output_file
     from megaloom.planner.contract.plan_json import load
     from megaloom.planner.contract.planned_model import planned_model
     from megaloom.planner.export.export import cut_for, export_plan
     from megaloom.planner.rules.plan_check import check_plan
 
+    check_output_file(output, "-o")
     planned = load(plan)
     declared = planned_model(planned)
     check_plan(planned, declared)

@@ -116,6 +116,7 @@ def find_plan(
     """
     from megaloom.dsl.catalog import find
     from megaloom.dsl.errors import UserError
+    from megaloom.dsl.files.outputs import check_output_file
     from megaloom.dsl.graph import graph
     from megaloom.dsl.hf.architectures import WANTED
     from megaloom.planner.contract.plan_json import save
@@ -130,6 +131,8 @@ def find_plan(
         if lint and not chosen:
             return print_rules(as_json)
         raise UserError(f"MODEL is missing\n{WANTED}")
+    for flag, place in (("-o", output), ("--html", html), ("--trace", trace)):
+        check_output_file(place, flag)
     declared, ref = find(model, model_arguments(words, settings))
     declared = adapters.added_to(declared, ref)
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 
 
 @contextmanager
@@ -31,6 +32,9 @@ def run_and_flush(command: Callable[[], int | None]) -> int:
     """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # names of files need not be UTF-8
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = command() or 0
         sys.stdout.flush()
@@ -39,9 +43,21 @@ def run_and_flush(command: Callable[[], int | None]) -> int:
         if not isinstance(stop.__context__, BrokenPipeError):  # rich turns a broken pipe into an exit
             raise
         return 0
-    except OSError as error:
-        if error.filename:
+    except RecursionError:
+        from megaloom.dsl.errors import UserError
+
+        raise UserError("the input is nested more deeply than Python's stack\nuse fewer levels") from None
+    except RuntimeError as error:
+        if not str(error).startswith("Symlink loop"):  # of Path.resolve
             raise
+        from megaloom.dsl.errors import UserError
+
+        raise UserError(f"{error}: these links form a circle\ngive another path") from None
+    except OSError as error:
+        if error.filename is not None:
+            from megaloom.dsl.errors import UserError
+
+            raise UserError(f"cannot use {error.filename!r}: {error.strerror}\ngive another path") from None
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drops what is still in the buffer
         if isinstance(error, BrokenPipeError):
             return 0

@@ -153,7 +153,7 @@ def trace_json(plan: Plan, priced: Priced, graph: Graph) -> str:
 
 def write_file(text: str, path: str) -> None:
     """Write a file, compressed if its name ends in .gz. Raises UserError if it cannot be written."""
-    data = text.encode()
+    data = text.encode(errors="backslashreplace")
     try:
         Path(path).write_bytes(gzip.compress(data, mtime=0) if path.endswith(".gz") else data)
     except OSError as error:

@@ -6,11 +6,13 @@ Each imports its code when it runs: `megaloom --help` must be quick, and only so
 from __future__ import annotations
 
 from collections.abc import Callable
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from megaloom.dsl.files.outputs import check_output_file, check_output_folder
 from megaloom.planner.cli.arguments import unwrap_help
 from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
 from megaloom.planner.contract.workload import Precision
@@ -143,6 +145,7 @@ def convert(
     require_training_packages("convert")
     from .commands.convert_command import run_convert
 
+    check_output_folder(output, "-o")
     run_convert(run, to, output, config, None if precision is None else Precision(precision), averaged=averaged)
 
 
@@ -163,6 +166,7 @@ def report(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o",
     from .run_page import run_page
 
     path = output or run / "report.html"
+    check_output_file(output, "-o")
     write_file(run_page(run), str(path))
     print(f"wrote {path}")
 
@@ -203,6 +207,8 @@ def show(
     """
     from .commands.show_command import run_show
 
+    check_output_file(svg, "--svg")
+    check_output_file(html, "--html")
     run_show(model, model_arguments(words, settings), seq, batch, source, precision, svg, html)
 
 
@@ -220,7 +226,8 @@ def pack_run(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o
     require_training_packages("pack")
     from megaloom.runtime.training.artefact import pack
 
-    path = pack(run, output or run.with_name(f"{run.resolve().name}.megaloom"), print)
+    check_output_file(output, "-o")
+    path = pack(run, output or Path(f"{realpath(run)}.megaloom"), print)
     print(f"wrote {path}. Next: megaloom unpack {path}")
 
 
@@ -238,6 +245,7 @@ def unpack_run(artefact: Path, /, *, output: Annotated[Path | None, Parameter(na
     require_training_packages("unpack")
     from megaloom.runtime.training.artefact import unpack
 
+    check_output_folder(output, "-o")
     folder = unpack(artefact, output or Path("runs") / artefact.stem)
     print(f"wrote {folder}. Next: megaloom train {folder}")
 

@@ -322,8 +322,11 @@ BAD = {
         ("gpt2", "--seq", "1025"),
         "than the 1024 learned positions of gpt2\nuse --seq 1024 or less",
     ),
-    "a folder for a file": (("gpt2", "--svg", "."), "cannot write .: Is a directory"),
-    "no such folder": (("gpt2", "--html", "nowhere/a.html"), "cannot write nowhere/a.html: No such file or directory"),
+    "a folder for a file": (("gpt2", "--svg", "."), "cannot write --svg '.': it is a folder"),
+    "no such folder": (
+        ("gpt2", "--html", "nowhere/a.html"),
+        "cannot write --html 'nowhere/a.html': No such file or directory",
+    ),
     "no such precision": (("gpt2", "--precision", "fp12"), "fp12"),
 }
 

@@ -48,7 +48,12 @@ from tests.support.limits import LIMIT
         (["gpt2", "--recompute-layers", "13"], "--recompute-layers 13 is more than the 12 blocks of the model"),
         (["gpt2", "--colour"], "`plan --help` lists the options"),
         (["gpt2", "--top", "0"], "--top must be at least 1, got 0"),
-        (["gpt2", "-o", "missing/plan.json"], "in a directory that exists"),
+        (
+            ["gpt2", "-o", "missing/plan.json"],
+            "cannot write -o 'missing/plan.json': No such file or directory\ngive another path",
+        ),
+        (["gpt2", "--html", "missing/p.html"], "cannot write --html 'missing/p.html'"),
+        (["gpt2", "--trace", "."], "cannot write --trace '.': it is a folder"),
         (["llama3-8b", "--gpus", "1xH100"], "no layout of llama3-8b on 1xH100 fits the memory"),
         (["llama3-70b", "--gpus", "1..2xH100"], "no layout of llama3-70b on 2xH100 fits the memory"),
         (["gpt2", "--gpus", "8..16xH100", "--tp", "0"], "tp must be at least 1, got 0"),
