@@ -22,6 +22,10 @@ class DType(StrEnum):
     MASK = "mask"
 
 
+MAX_LAYERS = 2_000
+"""Most layers of a model, each of which is built. The deepest published Transformer has 1,000."""
+LARGEST_DIM = 2**31 - 1
+"""Largest size of a dim. Products of sizes, in elements and bytes, are then far from the limits of 64-bit integers."""
 NBYTES: Mapping[DType, int] = {DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}  # COMPUTE: see the workload
 
 
@@ -47,6 +51,8 @@ class Dim:
     def _positive(self, _: object, size: int | None) -> None:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ShapeError(f"the size of dim {self.name} must be a whole number of at least 1, got {size!r}")
+        if size is not None and size > LARGEST_DIM:
+            raise ShapeError(f"the size of dim {self.name} must be at most {LARGEST_DIM:,}, got {size:,}")
 
     @property
     def known(self) -> int:

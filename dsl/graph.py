@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from functools import cached_property, lru_cache
+from math import inf
 from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
@@ -23,6 +24,7 @@ from .layer import Given, Layer, held_values, op_name
 from .low_rank import LoRA
 from .node import Node, Slot, primitives
 from .pipeline_cuts import cut_points, live_values
+from .quoting import is_printable
 from .value import Value
 
 if TYPE_CHECKING:
@@ -58,12 +60,14 @@ def model(name: str, *outputs: Value, std: float = INITIAL_STD) -> Model:
     """
     if not isinstance(name, str):
         raise ShapeError(f"a model's first argument is its name, got {name!r}: write model('name', value)")
+    if not name.strip() or not is_printable(name) or name.startswith("-"):
+        raise ShapeError(f"a model cannot have the name {name!r}: use letters, digits and dashes, such as 'my-model'")
     if not outputs:
         raise ShapeError(f"model {name!r} has no outputs: write model({name!r}, value)")
     for v in outputs:
         if not isinstance(v, Value):
             raise ShapeError(f"an output of a model must be a value, such as ids() >> layer, got {v}")
-    if std < 0:
+    if isinstance(std, bool) or not isinstance(std, int | float) or not 0 <= std < inf:
         raise ShapeError(f"model {name!r} cannot have weights of standard deviation {std}: use 0 or more")
     return Model(name, outputs, std)
 

@@ -16,7 +16,10 @@ from .errors import (
     ShapeError,
     add_location,
     caller,
+    did_you_mean,
+    safe_repr,
 )
+from .field_types import check_fields
 from .sharding_table import Sharded, check_splits
 from .value import Op, Value, not_a_layer
 
@@ -52,12 +55,15 @@ class Layer(Op):
 
     def __call__(self, x: Value, /, **side: Value) -> Value:
         try:
+            check_fields(self)
             for name in sorted(_required(type(self).body) - side.keys()):
                 given = f" (given: {', '.join(side)})" if side else ""
                 raise ShapeError(f"the side input {name!r} is missing{given}: write layer.given({name}=value)")
             out = self.body(x, **side)
             if not isinstance(out, Value):
-                raise ShapeError(f"the body of {type(self).__name__} must return a value, not {out!r}")
+                raise ShapeError(f"the body of {type(self).__name__} must return a value, not {safe_repr(out)}")
+            if self.splits:
+                self._check_split_dims(out, (x, *side.values()))
         except ShapeError as error:
             if not error.has_notes and error.at != caller():  # a line of the user's own body
                 add_location(error, f"body of {type(self).__name__}", error.at)
@@ -65,6 +71,20 @@ class Layer(Op):
                 add_location(error, str(self), self.at)
             raise
         return Value(self, (x, *self.other_inputs(out, x, side)), out.shape, out, dtype=out.dtype, at=caller())
+
+    def _check_split_dims(self, out: Value, given: tuple[Value, ...]) -> None:
+        """Raise ShapeError if `splits` names a dim that neither the body nor its inputs have."""
+        names, seen, todo = {d.name for v in given for d in v.shape}, {id(v) for v in given}, [out]
+        while todo:
+            v = todo.pop()
+            if id(v) not in seen:
+                seen.add(id(v))
+                names |= set(v.shape.names)
+                todo += [*v.args, *([] if v.body is None else [v.body])]
+        for name in self.splits:
+            if name not in names:
+                known = f"{did_you_mean(name, names)}it has {', '.join(sorted(names))}"
+                raise ShapeError(f"{type(self).__name__}.splits: the body has no dim {name!r}{known}")
 
     def other_inputs(self, out: Value, x: Value, side: Mapping[str, Value]) -> tuple[Value, ...]:
         """Return the values besides x and weights that the body reads: side inputs, and values in its fields."""

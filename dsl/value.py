@@ -14,6 +14,7 @@ from .dims import (
     Sizes,
 )
 from .errors import ShapeError, caller, did_you_mean
+from .field_types import check_fields
 
 LINEAR = frozenset({"add"})  # the backward pass reads nothing
 UNARY = frozenset(
@@ -120,6 +121,7 @@ def apply(op: Op, *args: Value) -> Value:
             raise ShapeError(f"{a!r} is not a value: values are inputs, weights, and layers applied to values")
     if op.arity not in (None, len(args)):
         raise ShapeError(f"{op} needs {op.arity} argument{'s' * (op.arity != 1)}, got {len(args)}")
+    check_fields(op)
     shape, dtype = op.shape(*(a.shape for a in args)), op.dtype(*(a.dtype for a in args))
     return Value(op, args, shape, dtype=dtype, at=caller())
 

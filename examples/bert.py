@@ -166,7 +166,7 @@ def _model(c: Config, name: str, *, pre_norm: bool) -> Model:
     c.only("tie_word_embeddings", True, default=True)
     return bert(
         name,
-        layers=c.whole("num_hidden_layers"),
+        layers=c.layers("num_hidden_layers"),
         heads=c.whole("num_attention_heads"),
         embed=c.whole("hidden_size"),
         ff=c.whole("intermediate_size"),

@@ -105,7 +105,7 @@ def config(c: Config, name: str) -> Model:
     heads = c.whole(c.first_present("n_head", "num_attention_heads"))
     return bloom(
         name,
-        c.whole(c.first_present("n_layer", "num_hidden_layers")),
+        c.layers(c.first_present("n_layer", "num_hidden_layers")),
         heads,
         embed,
         vocab=c.whole("vocab_size"),

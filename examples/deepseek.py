@@ -219,7 +219,7 @@ def _read(c: Config, name: str, moe: MoE) -> Model:
         positions=positions,
         scale=scale(nope + rope, factor, mscale),
     )
-    dense = min(c.whole("first_k_dense_replace", 0, least=0), c.whole("num_hidden_layers"))
+    dense = min(c.whole("first_k_dense_replace", 0, least=0), c.layers("num_hidden_layers"))
     return deepseek(
         name,
         attention,
@@ -227,6 +227,6 @@ def _read(c: Config, name: str, moe: MoE) -> Model:
         ff=c.whole("intermediate_size"),
         moe=moe,
         dense=dense,
-        sparse=c.whole("num_hidden_layers") - dense,
+        sparse=c.layers("num_hidden_layers") - dense,
         vocab=c.whole("vocab_size"),
     )

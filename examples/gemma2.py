@@ -98,7 +98,7 @@ def checked(c: Config) -> None:
 @reads("Gemma2ForCausalLM", names=decoder(LAYER))
 def config(c: Config, name: str) -> Model:
     checked(c)
-    layers = c.whole("num_hidden_layers")
+    layers = c.layers("num_hidden_layers")
     c.only("num_hidden_layers", layers + layers % 2)
     in_turn = ["sliding_attention", "full_attention"] * (layers // 2)
     c.only("layer_types", in_turn, default=in_turn)

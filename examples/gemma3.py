@@ -91,7 +91,7 @@ QK_NORMS = {f"self_attn.{n}_norm.weight": flat(f"attention.0.{n}_norm.scale") fo
 @reads("Gemma3ForCausalLM", names=decoder(LAYER | QK_NORMS))
 def config(c: Config, name: str) -> Model:
     checked(c)
-    layers = c.whole("num_hidden_layers")
+    layers = c.layers("num_hidden_layers")
     kinds = ["full_attention" if i % EACH == EACH - 1 else "sliding_attention" for i in range(layers)]
     c.only("layer_types", kinds, default=kinds)
     for pattern in ("sliding_window_pattern", "_sliding_window_pattern"):

@@ -111,7 +111,7 @@ def config(c: Config, name: str) -> Model:
     c.only("tie_word_embeddings", True, default=True)
     return gpt(
         name,
-        c.whole("n_layer"),
+        c.layers("n_layer"),
         c.whole("n_head"),
         embed,
         vocab=c.whole("vocab_size"),

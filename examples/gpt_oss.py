@@ -107,7 +107,7 @@ def config(c: Config, name: str) -> Model:
     c.only("swiglu_alpha", 1.702, default=1.702)
     c.only("tie_word_embeddings", False, default=False)
     c.ignore("initial_context_length", "experts_per_token")  # repeat other fields
-    layers = c.whole("num_hidden_layers")
+    layers = c.layers("num_hidden_layers")
     c.only("num_hidden_layers", layers + layers % 2)
     in_turn = ["sliding_attention", "full_attention"] * (layers // 2)
     c.only("layer_types", in_turn, default=in_turn)

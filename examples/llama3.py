@@ -120,7 +120,7 @@ def config(c: Config, name: str) -> Model:
     c.only("mlp_bias", False, default=False)
     return llama(
         name,
-        layers=c.whole("num_hidden_layers"),
+        layers=c.layers("num_hidden_layers"),
         heads=heads,
         kv_heads=c.whole("num_key_value_heads", heads),
         embed=embed,

@@ -144,7 +144,7 @@ def config(c: Config, name: str) -> Model:
     c.only("multimodal_projector_bias", True, default=True)
     c.only("tie_word_embeddings", False, default=False)
     c.ignore("image_seq_length", "ignore_index", "vocab_size")  # follow from other fields, or are training settings
-    layers = see.whole("num_hidden_layers")
+    layers = see.layers("num_hidden_layers")
     last = c.whole("vision_feature_layer", -2, least=-layers)
     see.only("model_type", "clip_vision_model")
     see.only("hidden_act", "quick_gelu", default="quick_gelu")
@@ -176,7 +176,7 @@ def config(c: Config, name: str) -> Model:
     return llava(
         name,
         vision,
-        text.whole("num_hidden_layers", 32),
+        text.layers("num_hidden_layers", 32),
         heads,
         embed,
         text.whole("intermediate_size", 11008),

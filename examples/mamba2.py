@@ -116,7 +116,7 @@ def config(c: Config, name: str) -> Model:
     c.only("norm_before_gate", False, True, default=False)  # Hugging Face ignores it: the gate comes first
     return mamba2(
         name,
-        layers=c.whole("num_hidden_layers"),
+        layers=c.layers("num_hidden_layers"),
         embed=embed,
         head_dim=head_dim,
         state=c.whole("state_size", 128),

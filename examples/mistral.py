@@ -74,7 +74,7 @@ def config(c: Config, name: str) -> Model:
     heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     return mistral(
         name,
-        layers=c.whole("num_hidden_layers"),
+        layers=c.layers("num_hidden_layers"),
         heads=heads,
         kv_heads=c.whole("num_key_value_heads", 8),
         embed=embed,

@@ -102,7 +102,7 @@ def config(c: Config, name: str) -> Model:
     head_dim = c.whole("head_dim", embed // heads)
     return nemotron(
         name,
-        layers=c.whole("num_hidden_layers"),
+        layers=c.layers("num_hidden_layers"),
         heads=heads,
         kv_heads=c.whole("num_key_value_heads", heads),
         embed=embed,

@@ -85,7 +85,7 @@ def windowless(c: Config) -> None:
     """Raise UserError if a layer has a window. Qwen's configs have fields for it, but the published models use none."""
     c.only("use_sliding_window", False, default=False)
     c.ignore("sliding_window", "max_window_layers")
-    full = ["full_attention"] * c.whole("num_hidden_layers")
+    full = ["full_attention"] * c.layers("num_hidden_layers")
     c.only("layer_types", full, default=full)
 
 
@@ -97,7 +97,7 @@ def config(c: Config, name: str) -> Model:
     heads = c.whole("num_attention_heads")
     return qwen2(
         name,
-        layers=c.whole("num_hidden_layers"),
+        layers=c.layers("num_hidden_layers"),
         heads=heads,
         kv_heads=c.whole("num_key_value_heads", heads),
         embed=c.whole("hidden_size"),

@@ -129,7 +129,7 @@ def _read(c: Config, name: str, ff: Layer, *, head_dim: int | None = 128) -> Mod
     heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     return qwen3(
         name,
-        layers=c.whole("num_hidden_layers"),
+        layers=c.layers("num_hidden_layers"),
         heads=heads,
         kv_heads=c.whole("num_key_value_heads", heads),
         embed=embed,

@@ -103,7 +103,7 @@ def config(c: Config, name: str) -> Model:
     seq = c.whole("n_positions", 1024)
     return starcoder(
         name,
-        c.whole("n_layer"),
+        c.layers("n_layer"),
         c.whole("n_head"),
         embed,
         vocab=c.whole("vocab_size"),

@@ -167,7 +167,7 @@ def config(c: Config, name: str) -> Model:
     c.ignore("is_gated_act", "dense_act_fn")  # follow from feed_forward_proj
     c.ignore("n_positions")  # there is no table of positions
     tied = c.flag("tie_word_embeddings", True)
-    ff, layers = c.whole("d_ff"), c.whole("num_layers")
+    ff, layers = c.whole("d_ff"), c.layers("num_layers")
     dropout = c.rate("dropout_rate", 0.1)
     kinds = {"relu": MLP(ff, "relu", dropout=dropout), "gated-gelu": GeGLU(ff, dropout=dropout)}
     return t5(
@@ -181,6 +181,6 @@ def config(c: Config, name: str) -> Model:
         tied=c.flag("scale_decoder_outputs", tied) and tied,
         buckets=c.whole("relative_attention_num_buckets", 32),
         distance=c.whole("relative_attention_max_distance", 128),
-        decoder_layers=c.whole("num_decoder_layers", layers),
+        decoder_layers=c.layers("num_decoder_layers", layers),
         dropout=dropout,
     )

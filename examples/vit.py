@@ -137,7 +137,7 @@ def config(c: Config, name: str) -> Model:
     c.ignore("encoder_stride", "pooler_act", "pooler_output_size")  # heads for other tasks
     return vit(
         name,
-        layers=c.whole("num_hidden_layers"),
+        layers=c.layers("num_hidden_layers"),
         heads=c.whole("num_attention_heads"),
         embed=c.whole("hidden_size"),
         ff=c.whole("intermediate_size"),

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from attrs import field, frozen
 
+from megaloom.dsl.dims import LARGEST_DIM, MAX_LAYERS
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.ops.rope import (
     LinearScaling,
@@ -97,9 +98,17 @@ class Config:
         value: Any = self._read(name, default, object, "an object")
         return len(value) if isinstance(value, dict | list) else default
 
-    def whole(self, name: str, default: T = REQUIRED, *, least: int = 1) -> int | T:
-        """Return a whole number of at least `least`. In this and the following methods null counts as missing."""
-        return self._read(name, default, int, f"a whole number of at least {least}", lambda n: n >= least)
+    def whole(self, name: str, default: T = REQUIRED, *, least: int = 1, most: int = LARGEST_DIM) -> int | T:
+        """Return a whole number in a range. In this and the following methods null counts as missing."""
+        expected = f"a whole number of at least {least}"
+        value = self._read(name, default, int, expected, lambda n: n >= least)
+        if isinstance(value, int) and value > most:
+            raise UserError(f"{self.where}: {name} must be at most {most:,}, got {value:,}")
+        return value
+
+    def layers(self, name: str, default: T = REQUIRED, *, least: int = 1) -> int | T:
+        """Return a number of layers, each of which is built."""
+        return self.whole(name, default, least=least, most=MAX_LAYERS)
 
     def number(self, name: str, default: T = REQUIRED) -> float | T:
         """Return a field that holds a finite number of at least 0."""

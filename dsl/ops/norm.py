@@ -27,6 +27,8 @@ class Normalize(Op):
 
     def shape(self, *args: Shape) -> Shape:
         x, *weights = args
+        if self.eps < 0:
+            raise ShapeError(f"eps must be at least 0, got {self.eps}")
         dims = tuple(x[name] for name in self.over)
         if self.groups < 1 or (self.groups > 1 and prod(d.known for d in dims) % self.groups):
             raise ShapeError(

@@ -14,6 +14,7 @@ from megaloom.dsl.dims import (
     Shape,
 )
 from megaloom.dsl.errors import ShapeError, caller
+from megaloom.dsl.field_types import check_fields
 from megaloom.dsl.value import Op, Value
 
 INITIAL_STD = 0.02  # of weights, in models that set no other (GPT-2, and most models since)
@@ -134,9 +135,10 @@ def weight(
     """
     if not isinstance(name, str) or not name:
         raise ShapeError(f"a weight needs a name, got {name!r}: write weight('wte', Dim('vocab', 100), ...)")
+    check_fields(op := Weight(name, mean, std, trained, uniform))
     if std is not None and std < 0:
         raise ShapeError(f"weight {name!r} cannot have the standard deviation {std}: use 0 or more")
     for d in dims:
         if isinstance(d, Dim) and d.size is None:
             raise ShapeError(f"dim {d.name} of weight {name!r} has no size: write Dim({d.name!r}, ...)")
-    return Value(Weight(name, mean, std, trained, uniform), (), Shape(dims), at=caller())
+    return Value(op, (), Shape(dims), at=caller())

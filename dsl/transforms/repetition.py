@@ -12,6 +12,7 @@ from typing import ClassVar
 from attrs import evolve, field, frozen
 
 from megaloom.dsl.combine import Block
+from megaloom.dsl.dims import MAX_LAYERS
 from megaloom.dsl.errors import ShapeError
 from megaloom.dsl.layer import Layer, chain, held_values, op_name
 from megaloom.dsl.node import primitives
@@ -36,6 +37,8 @@ class Repeat(Layer):
     def _at_least_once(self, _: object, times: int) -> None:
         if isinstance(times, bool) or not isinstance(times, int) or times < 1:
             raise ShapeError(f"repeat needs a whole number of times, at least 1, got {times!r}")
+        if times > MAX_LAYERS:
+            raise ShapeError(f"repeat needs at most {MAX_LAYERS:,} times, got {times:,}")
 
     def body(self, x: Value, /, **side: Value) -> Value:
         weights: dict[str, Value] = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
+from megaloom.dsl.dims import MAX_LAYERS
 from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost.profiles.frameworks import MEGATRON_BRIDGE
@@ -23,7 +24,7 @@ from .models.hybrid import Hybrid
 from .published_defaults import MLA_RECOMPUTE, NO_EXPERT_TP, row_chunks, row_options, row_overlap, row_profile
 from .records import LeftOut, Measurement, MemoryKind, RunRecord, record_profile
 from .row_values import (
-    MAX_LAYERS,
+    MAX_EXPERTS,
     Row,
     row_flag,
     row_integer,
@@ -144,7 +145,7 @@ def _model(row: Row) -> _RowModel:
         gated=not gpt,
         gpt=gpt,
         max_positions=row_integer(row, "seq_len"),
-        experts=row_integer(row, "experts", 0, MAX_LAYERS),
+        experts=row_integer(row, "experts", 0, MAX_EXPERTS),
         top_k=row_integer(row, "topk", 0),
         expert_ffn=row_integer(row, "expert_ffn", 0),
         shared_ffn=row_integer(row, "shared_expert_ffn", 0),
@@ -239,7 +240,7 @@ def _hybrid(row: Row) -> Hybrid:
     order = _order(name, arch)
     if name not in MAMBA or not order:
         raise UnfitError(f"the layers of {name} ({arch}) are not known")
-    experts = row_integer(row, "experts", 0, MAX_LAYERS)
+    experts = row_integer(row, "experts", 0, MAX_EXPERTS)
     return Hybrid(
         order=order,
         hidden=row_integer(row, "hidden"),

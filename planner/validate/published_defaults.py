@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaloom.dsl.dims import MAX_LAYERS
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost.profiles.features import (
@@ -25,7 +26,7 @@ from megaloom.planner.cost.profiles.frameworks import (
 )
 from megaloom.planner.cost.profiles.groups import FrameworkProfile
 
-from .row_values import MAX_LAYERS, Row, row_flag, row_integer, row_text
+from .row_values import Row, row_flag, row_integer, row_text
 from .training_run import UnfitError
 
 # Default profile by a part of the framework's name, first match; any other framework runs as megatron-core.

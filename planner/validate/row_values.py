@@ -12,7 +12,7 @@ from .training_run import UnfitError
 
 Row = Mapping[str, Any]
 MAX_INTEGER = 2**31 - 1
-MAX_LAYERS = 10_000  # of layers, model chunks and experts, each of which is built
+MAX_EXPERTS = 10_000
 
 
 def row_integer(row: Row, key: str, default: int | None = None, most: int = MAX_INTEGER) -> int:
