@@ -64,7 +64,7 @@ def _main(words: Sequence[str], folder: Path, temporary: str, write: int) -> NoR
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(write, 1)
         os.dup2(write, 2)
-        sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # the parent's may be a file
+        sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115 (the parent's may be a file)
         os.chdir(folder)
         os.environ.update(TMPDIR=temporary, COLUMNS="200", HOME=temporary, XDG_CACHE_HOME=temporary)
         tempfile.tempdir = None
