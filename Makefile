@@ -37,7 +37,7 @@ unit: .venv  ## pytest alone (ARGS="-n0 -k ..." for options)
 light: .venv  ## build the wheel, install it without torch into a fresh environment, and plan there
 	@$(BIN)/python -m tests.support.light
 
-parity: .venv  ## slow campaigns: golden predictions, families x layouts, 300 drawn layouts (continues where it stopped)
+parity: .venv  ## slow campaigns: golden predictions, families x layouts, 500 drawn layouts (continues where it stopped)
 	$(BIN)/python -m tests.support.golden --check
 	$(BIN)/python -m tests.support.parity.family_table
 	$(BIN)/python -m tests.support.parity.drawn

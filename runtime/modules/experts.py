@@ -146,7 +146,7 @@ def _forward_with_recompute(expert: mlp.MLP, activation: mlp.MLP, x: Tensor, sca
         discarded = DiscardedOutput()
         (h,) = discarded.run(lambda up, scale: activation(up, scale)[:1], up, scale)
     y, bias = expert.linear_fc2(h)
-    y = y if bias is None else y + bias * scale[:, None]  # as in megatron-core 0.16.1, mlp.py:247
+    y = y if bias is None else (y + bias * scale[:, None]).to(y.dtype)  # as in megatron-core 0.16.1, mlp.py:247
     if discarded:
         discarded.free_after(y)
     return y, None

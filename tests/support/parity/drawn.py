@@ -1,6 +1,7 @@
 """Drawn parity: model x options x layout, each compared with one process and with the oracle.
 
-python -m tests.support.parity.drawn              # 300 draws; continues where an interrupted run stopped
+python -m tests.support.parity.drawn              # 500 draws; continues where an interrupted run stopped
+python -m tests.support.parity.drawn --counts     # the table of the draws that have run
 python -m tests.support.parity.drawn --draw 17    # repeat one draw
 """
 
@@ -8,19 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import count, islice, pairwise
 from pathlib import Path
 from random import Random
 
-from attrs import evolve, fields
-from cattrs import Converter
+from attrs import evolve, fields, frozen
 
 from megaloom.dsl import Graph, Model, MoE, graph
-from megaloom.dsl.catalog import find
 from megaloom.planner import violations
 from megaloom.planner.contract.choices import Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
@@ -28,87 +29,157 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.capabilities import runtime_violations, untrainable
+from megaloom.planner.rules.divisors import divisors
 from megaloom.planner.search.search import plan
+from tests.support.parity.axes import AXES, COUNTED, WANTED
 from tests.support.parity.families import FAMILIES, SEQ
+from tests.support.parity.feeds import Feed
+from tests.support.parity.hf_oracle import HF, NAMES
 from tests.support.parity.rank_pool import Case, Result, explanation, run_cases
+from tests.support.parity.torch_twins import TWINS
 from tests.support.paths import ROOT, TEST_MODELS
 
-CONVERTER = Converter()
 PROGRESS = ROOT / ".parity"
-ATTEMPTS = 500  # layouts tried for one family before another is drawn
-POOL = 25  # draws that one set of processes runs
-WORLDS = (2, 4, 4, 4, 8)
+DRAWS = 500
+ATTEMPTS = 400  # layouts tried for one family before another is drawn
+POOL = 14  # draws that one set of processes runs
+FACTORS = {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 2, 2)}  # of the numbers of processes
+WORLDS = (1, 2, 2, 3, 4, 4, 4, 4, 4, 4, 6, 8, 8)
+SPARSE = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v2", "deepseek-v3", "deepseek-v3-mtp") * 2
+EXPERTS_OF_TWINS = ("two_mixtures", "corrected_sizes") * 2
+MORE = (
+    "t5",
+    "bart",
+    *SPARSE,
+    *(f"{TEST_MODELS / 'small.py'}:{n}" for n in ("uneven_t5", "deep_llama", "tiny_gpt_lora")),
+)
 SHARING = ("albert", "albert_blocks", "two_heads", "positions_again", "sharing_experts", "scattered")
-SMALL = 4  # processes of `make test`
-MOST_SEQUENCES = 8  # in a batch
+SMALL = 4  # processes of `make test`, and of the smaller sets of processes
+MOST_SEQUENCES = 12  # in a batch, unless pipeline ranks need more
 
 
 @cache
 def drawn(seed: int, number: int) -> Case:
     """Return a draw, determined by seed and number."""
     draw = Random(f"{seed} {number}")
-    world = draw.choice(WORLDS)
+    world, refused = draw.choice(WORLDS), 0
     while True:
-        name, dropout, model = drawn_model(draw, number)
-        g = graph(model)
+        name, dropout = drawn_model(draw, number)
+        case = Case(f"draw {seed}.{number}", name, dropout=dropout, is_long=True)
+        g = graph(case.make())
         if untrainable(g):
             continue
-        for _ in range(ATTEMPTS):
-            layout = drawn_layout(draw, world, g)
-            load = load_of(layout)
+        wishes = Wishes(vpp=draw.random() < 0.5, etp=draw.random() < 0.6)
+        precision = Precision.BF16 if draw.random() < 0.2 else Precision.FP32
+        for attempt in range(ATTEMPTS):
+            layout = drawn_layout(draw, world, g, wishes if attempt < ATTEMPTS / 2 else Wishes())
+            load = load_of(draw, layout, 24 if world % 3 == 0 else SEQ, precision)
+            layout = with_group(draw, layout, load)
             if is_legal(layout, g, load):
-                return Case(f"draw {seed}.{number}", name, priced(model, layout, load, draw), dropout)
+                first = priced(case.make(), layout, load, draw)
+                second, feed = second_plan(draw, case.make(), load, world), drawn_feed(draw, g)
+                return evolve(case, plan=first, second=second, refused=refused, feed=feed)
+            refused += 1
 
 
-def drawn_model(draw: Random, number: int) -> tuple[str, float, Model]:
-    """Return the name, dropout and declaration of a model. Each seventh draw has a model with shared weights."""
-    if number % 7 == 6:
-        name = f"{TEST_MODELS / 'shared_weights.py'}:{draw.choice(SHARING)}"
-        return name, 0.0, find(name)[0]
-    name = draw.choice(list(FAMILIES))
-    family = FAMILIES[name]
-    dropout = 0.1 if family.has_dropout and draw.random() < 0.3 else 0.0
-    return name, dropout, family.make(dropout)
+def drawn_model(draw: Random, number: int) -> tuple[str, float]:
+    """Return the name of a model, and its dropout.
+
+    Each seventh draw has a model with shared weights, two of seven have layers of their own, one is of transformers.
+    """
+    match number % 7:
+        case 6:
+            return f"{TEST_MODELS / 'shared_weights.py'}:{draw.choice(SHARING)}", 0.0
+        case 5:
+            return HF + draw.choice(NAMES), 0.0
+        case 3 | 4:
+            return f"{TEST_MODELS / 'twins.py'}:{draw.choice([*TWINS, *EXPERTS_OF_TWINS])}", 0.0
+        case 2:
+            return draw.choice(MORE), 0.0
+    name = draw.choice([*FAMILIES, *SPARSE])
+    return name, 0.1 if FAMILIES[name].has_dropout and draw.random() < 0.3 else 0.0
+
+
+def drawn_feed(draw: Random, g: Graph) -> Feed:
+    """Return how a run gets its samples; an own step needs logits of tokens and one loss."""
+    feed = draw.choice([Feed.SAMPLES, Feed.SAMPLES, Feed.BATCHES, Feed.FIRST_RANK, Feed.OWN_STEP])
+    logits = [g.nodes[g.index[name]].shape for name in g.predictions]
+    fits = len(logits) == 1 and logits[0].names == ("batch", "seq", "vocab")
+    return feed if fits or feed is not Feed.OWN_STEP else Feed.SAMPLES
 
 
 def small_draws(seed: int) -> Iterator[Case]:
     """Yield the draws of at most SMALL processes."""
-    return (case for number in count() if (case := drawn(seed, number)).plan.layout.world <= SMALL)
+    return (case for number in count() if (case := drawn(seed, number)).processes <= SMALL)
 
 
-def drawn_layout(draw: Random, world: int, g: Graph) -> Layout:
+@frozen
+class Wishes:
+    """What a layout should have, if it is legal."""
+
+    vpp: bool = False
+    etp: bool = False
+
+
+def drawn_layout(draw: Random, world: int, g: Graph, wishes: Wishes) -> Layout:
     """Return a layout of `world` devices, often a legal one."""
-    degrees = dict.fromkeys(("tp", "pp", "cp", "dp"), 1)
-    for _ in range(world.bit_length() - 1):
-        degrees[draw.choice(list(degrees))] *= 2
+    degrees, factors = dict.fromkeys(("tp", "pp", "cp", "dp"), 1), FACTORS[world]
+    for i, factor in enumerate(draw.sample(factors, len(factors))):
+        degrees["pp" if wishes.vpp and i == 0 else draw.choice(list(degrees))] *= factor
     tp, pp, cp, dp = degrees.values()
     sparse = any(isinstance(n.op, MoE) for n in g.nodes)
-    recompute = draw.choice([Recompute.NONE, Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL])
-    modules = draw.sample(list(Module), draw.randint(0, 3)) if recompute is Recompute.SELECTIVE else []
-    shard = draw.choice(["none", "optimizer"])
+    recompute = draw.choice([Recompute.NONE, Recompute.SELECTIVE, Recompute.SELECTIVE, Recompute.FULL])
+    modules = draw.sample(list(Module), draw.randint(0, 2)) if recompute is Recompute.SELECTIVE else []
     overlaps = [o for o in (Overlap.GRADIENTS, Overlap.WEIGHTS) if draw.random() < (0.4 if dp * cp > 1 else 0)]
-    vpp = draw.choice([1, 2, 3]) if pp > 1 else 1
+    rest = tp * cp * dp
+    etp = draw.choice(divisors(rest)[1:] or (1,)) if sparse and wishes.etp else 1
     return Layout(
         **degrees,
-        vpp=vpp,
-        ep=draw.choice([k for k in (1, 2, 4) if tp * cp * dp % k == 0]) if sparse else 1,
-        etp=draw.choice([1, 1, tp]) if sparse else 1,
+        vpp=draw.choice([2, 2, 3]) if pp > 1 and wishes.vpp else 1,
+        ep=draw.choice(divisors(rest // etp)[draw.random() < 0.6 :] or (1,)) if sparse else 1,
+        etp=etp,
         sequence_parallel=tp > 1 and draw.random() < 0.7,
         micro_batch=draw.choice([1, 1, 2]),
         recompute=recompute,
         recompute_modules=modules,
         recompute_layers=draw.choice([0, 0, 1]) if recompute is Recompute.FULL else 0,
-        microbatch_group=draw.choice([0, 0, pp, 2 * pp]) if vpp > 1 else 0,
-        shard=shard,
+        shard=draw.choice(["none", "optimizer"]),
         overlaps=overlaps,
         vocab_multiple=draw.choice([1, 8, 128]),
     )
 
 
-def load_of(layout: Layout) -> Workload:
-    """Return two micro-batches for each pipeline rank, if they are at most MOST_SEQUENCES, else these."""
-    batch = 2 * layout.pp * layout.dp * layout.micro_batch
-    return Workload(seq=SEQ, batch=min(batch, MOST_SEQUENCES), precision=Precision.FP32)
+def load_of(draw: Random, layout: Layout, seq: int, precision: Precision) -> Workload:
+    """Return one to two micro-batches for each pipeline rank and one more, if they are at most MOST_SEQUENCES."""
+    unit = layout.dp * layout.micro_batch
+    most = max(layout.pp, MOST_SEQUENCES // unit)
+    count = draw.randint(layout.pp, min(layout.pp * (3 if layout.vpp > 1 else 2) + 1, most))
+    return Workload(seq=seq, batch=count * unit, precision=precision)
+
+
+def with_group(draw: Random, layout: Layout, load: Workload) -> Layout:
+    """Return an interleaved layout with the default group of micro-batches or a drawn one, which may leave some."""
+    count = load.batch // (layout.dp * layout.micro_batch)
+    if layout.vpp == 1 or draw.random() < 0.3:
+        return layout
+    uneven = [n for n in range(layout.pp, count) if count % n >= layout.pp]
+    even = [n for n in range(layout.pp, count + 1) if count % n == 0]
+    groups = uneven if uneven and draw.random() < 0.8 else even
+    return evolve(layout, microbatch_group=draw.choice(groups or [0]))
+
+
+def second_plan(draw: Random, m: Model, load: Workload, world: int) -> Plan | None:
+    """Return a plan of another layout for the same batch, on as many processes or fewer; None in some draws."""
+    if draw.random() < 0.3:
+        return None
+    g, other = graph(m), draw.choice([n for n in FACTORS if n <= world])
+    for _ in range(ATTEMPTS // 4):
+        layout = drawn_layout(draw, other, g, Wishes(vpp=draw.random() < 0.5, etp=draw.random() < 0.5))
+        if load.batch % (layout.dp * layout.micro_batch) == 0:
+            layout = with_group(draw, layout, load)
+            if is_legal(layout, g, load):
+                return priced(m, layout, load, draw)
+    return None
 
 
 def is_legal(layout: Layout, g: Graph, load: Workload) -> bool:
@@ -135,15 +206,14 @@ def campaign(draws: int, seed: int, *, progress: Path) -> list[Result]:
     """Return the results of draws 0 to count - 1. Those in the progress file are not run again."""
     progress.parent.mkdir(exist_ok=True)
     known = read_results(progress)
+    references = Path(tempfile.mkdtemp(prefix="megaloom-references-"))
     left = iter([number for number in range(draws) if f"draw {seed}.{number}" not in known])
     while some := list(islice(left, POOL)):
         began, cases = time.monotonic(), [drawn(seed, number) for number in some]
         drawing = time.monotonic() - began
-        for cases_of_world in ([c for c in cases if (c.plan.layout.world > 4) is large] for large in (False, True)):
-            if cases_of_world:
-                results = run_cases(
-                    cases_of_world, 8 if cases_of_world[0].plan.layout.world > 4 else 4, progress=progress
-                )
+        for size in (SMALL, 8):
+            if cases_of_size := [c for c in cases if (c.processes > SMALL) is (size > SMALL)]:
+                results = run_cases(cases_of_size, size, progress=progress, references=references)
                 known |= {r.name: r for r in results}
                 report_failures(results)
         bad = sum(not r.agrees for r in known.values())
@@ -152,7 +222,32 @@ def campaign(draws: int, seed: int, *, progress: Path) -> list[Result]:
             f"{time.monotonic() - began:.0f} s ({drawing:.0f} s to draw)",
             flush=True,
         )
+    shutil.rmtree(references)
     return [known[f"draw {seed}.{number}"] for number in range(draws)]
+
+
+def counts(results: Sequence[Result]) -> str:
+    """Return a table: for each axis the draws that ran and those that differ, and the largest differences."""
+    lines = ["| axis | draws | differ |", "|---|---|---|"]
+    for axis in ("all", *AXES):
+        having = [r for r in results if axis == "all" or axis in r.axes]
+        lines.append(f"| {axis} | {len(having)} | {sum(not r.agrees for r in having)} |")
+    for what, some in (
+        ("fp32", [r for r in results if r.agrees and "bf16" not in r.axes]),
+        ("bf16", [r for r in results if r.agrees and "bf16" in r.axes]),
+    ):
+        errors = (
+            ("losses", lambda r: r.loss_error),
+            ("gradients", lambda r: r.gradient_error),
+            ("weights", lambda r: r.weight_error),
+            ("after loading", lambda r: r.resumed_error),
+            ("one process from the oracles", lambda r: max(r.oracle_loss_error, r.oracle_gradient_error)),
+        )
+        found = ", ".join(f"{name} {max(map(of, some), default=0.0):.0e}" for name, of in errors)
+        lines.append(f"\nLargest differences in {what}: {found}.")
+    lines.append(f"Layouts that were drawn and are refused by a rule: {sum(r.refused for r in results):,}.")
+    few = [axis for axis in COUNTED if sum(axis in r.axes for r in results) < WANTED]
+    return "\n".join([*lines, *([f"Fewer than {WANTED} draws: {', '.join(few)}."] if few else [])])
 
 
 def read_results(progress: Path) -> dict[str, Result]:
@@ -174,16 +269,22 @@ def report_failures(results: Iterable[Result]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=300)
+    parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--draw", type=int, help="repeat this draw only")
+    parser.add_argument(
+        "--counts", action="store_true", help="print the table of the draws that have run, and run none"
+    )
     options = parser.parse_args()
+    progress = PROGRESS / f"draws-{options.seed}.jsonl"
     if options.draw is not None:
         case = drawn(options.seed, options.draw)
-        results = run_cases([case], case.plan.layout.world)
-        print(f"{case.name}: {case.model}, {case.plan.layout}, dropout {case.dropout}\n  {explanation(results[0])}")
+        results = run_cases([case], case.processes)
+        print(f"{case.name}: {case.model}, {results[0].layout}, dropout {case.dropout}\n  {explanation(results[0])}")
     else:
-        results = campaign(options.draws, options.seed, progress=PROGRESS / f"draws-{options.seed}.jsonl")
+        known = read_results(progress)
+        results = list(known.values()) if options.counts else campaign(options.draws, options.seed, progress=progress)
+        print(counts(results))
     return 0 if all(r.agrees for r in results) else 1
 
 

@@ -85,6 +85,22 @@ class Oracle:
         found = {k: torch.zeros_like(w) if w.grad is None else w.grad for k, w in trained.items()}
         return loss.item(), found, choices
 
+    def give(self, weights: Mapping[str, Tensor]) -> None:
+        """Start with these weights."""
+        with torch.no_grad():
+            for name, value in weights.items():
+                self.weights[name].copy_(value)
+
+    def balancing_gradients(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the gradients of the balancing losses alone."""
+        loss, total, _ = self._declared(batch)
+        trained = {k: w for k, w in self.weights.items() if w.requires_grad}
+        if not (total - loss).requires_grad:
+            return {k: torch.zeros_like(w) for k, w in trained.items()}
+        found = torch.autograd.grad(total - loss, list(trained.values()), allow_unused=True)
+        pairs = zip(trained.items(), found, strict=True)
+        return {k: torch.zeros_like(w) if g is None else g for (k, w), g in pairs}
+
     @staticmethod
     def _of_twin(found: Twin) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return found.loss, found.loss, {name: counts[None] for name, counts in found.counts.items()}

@@ -10,8 +10,8 @@ import json
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
@@ -36,14 +36,24 @@ from megaloom.runtime.training.verify import (
     single_process,
     tolerance,
 )
+from tests.support.parity.axes import axes_of
 from tests.support.parity.broken_collectives import BROKEN
 from tests.support.parity.families import FAMILIES
+from tests.support.parity.feeds import Feed
+from tests.support.parity.hf_oracle import HF, of_config
+from tests.support.parity.long_run import Reference, Trace, after, before, differences
+from tests.support.parity.long_run import reference as long_reference
+from tests.support.parity.mutants import MUTANTS
 from tests.support.parity.oracle import Oracle, stacked
 
+BREAKS = {name: it.breaks for name, it in BROKEN.items()} | {name: it.breaks for name, it in MUTANTS.items()}
 SEED, STEPS = 1234, 3
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)  # after one rank has failed, the others leave the run and go on
 MOST_FAILED_STARTS = 2
 PATIENCE = timedelta(minutes=15)  # for processes that are still busy with other cases
+
+
+NO_PLAN: Any = None
 
 
 @frozen(eq=False)
@@ -51,20 +61,33 @@ class Case:
     """One plan to compare."""
 
     name: str
-    model: str  # a family, or a reference to a model
-    plan: Plan
+    model: str  # a family, a reference to a model, or "transformers:" and a config
+    plan: Plan = NO_PLAN
     dropout: float = 0.0
-    broken: str = ""  # a collective that is broken on purpose, of `broken_collectives`
+    broken: str = ""  # a collective that is broken on purpose, of `broken_collectives`, or a defect of `mutants`
+    is_long: bool = False  # with weights, an evaluation and, if there is a second plan, a checkpoint
+    second: Plan | None = None  # under which the run goes on
+    refused: int = 0  # layouts that were drawn before and are not legal
+    feed: Feed = Feed.SAMPLES  # of a long case
 
     def make(self) -> Model:
         """Return the model."""
+        if self.model.startswith(HF):
+            return of_config(self.model).model
         return FAMILIES[self.model].make(self.dropout) if self.model in FAMILIES else find(self.model)[0]
+
+    @property
+    def processes(self) -> int:
+        """Return the number of processes that the case needs."""
+        return max(self.plan.layout.world, self.second.layout.world if self.second else 1)
 
     @property
     def reference(self) -> str:
         """Return a name of the single run that this case is compared with."""
         work = self.plan.workload
-        parts = (self.model, self.dropout, self.plan.layout.micro_batch, work.seq, work.batch, work.precision)
+        micro_batch = 0 if self.is_long else self.plan.layout.micro_batch
+        parts = (self.model, self.dropout, micro_batch, work.seq, work.batch, work.precision)
+        parts += (self.feed is Feed.OWN_STEP,)
         return sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -86,22 +109,34 @@ class Result:
     losses: tuple[float, ...] = ()
     error: str = ""
     seconds: float = 0.0
+    weight_error: float = 0.0  # after three steps; this and what follows are of long cases
+    evaluation_error: float = 0.0
+    resumed_error: float = 0.0
+    axes: tuple[str, ...] = ()
+    refused: int = 0
 
     @property
     def agrees(self) -> bool:
         """Return whether all differences are within the tolerance."""
         errors = (self.loss_error, self.norm_error, self.gradient_error, self.oracle_loss_error)
+        errors += (self.weight_error, self.evaluation_error, self.resumed_error)
         within = all(e <= self.tolerance for e in (*errors, self.oracle_gradient_error))
         return within and not self.error and not self.differing and not self.oracle_differing
 
 
 def run_cases(
-    cases: Sequence[Case], world: int, *, timeout: float | None = None, progress: Path | None = None
+    cases: Sequence[Case],
+    world: int,
+    *,
+    timeout: float | None = None,
+    progress: Path | None = None,
+    references: Path | None = None,
 ) -> list[Result]:
     """Compare all cases in `world` processes, and return the results in their order.
 
-    Each result is also appended to the file `progress` as soon as it is there, one JSON object a line. If a process
-    dies, the cases that it ran are repeated one by one, and the rest goes on in new processes.
+    references: a folder that keeps what single processes computed, for the next call. Each result is also appended to
+    the file `progress` as soon as it is there, one JSON object a line. If a process dies, the cases that it ran are
+    repeated one by one, and the rest goes on in new processes.
     """
     results: dict[int, Result] = {}
     left, alone, failed_starts = list(range(len(cases))), list[int](), 0
@@ -109,7 +144,7 @@ def run_cases(
         some = alone[:1] or left
         with tempfile.TemporaryDirectory(prefix="megaloom-parity-") as folder:
             try:
-                launcher.run(work, ([cases[i] for i in some], folder), world, timeout=timeout)
+                launcher.run(work, ([cases[i] for i in some], folder, references, progress), world, timeout=timeout)
                 error = ""
             except launcher.RankError as failure:
                 error = str(failure)
@@ -124,10 +159,15 @@ def run_cases(
         alone = [i for i in alone if i not in found] + sorted(started - found.keys() - set(alone))
         left = [i for i in left if i not in started]
         results |= found
-        if progress is not None:
-            with progress.open("a") as file:
-                file.writelines(json.dumps(asdict(result)) + "\n" for result in found.values())
+        record(progress, [result for result in found.values() if result.error])
     return [results[i] for i in range(len(cases))]
+
+
+def record(progress: Path | None, results: Iterable[Result]) -> None:
+    """Append results to a progress file, one JSON object a line. The last line of a name counts."""
+    if progress is not None:
+        with progress.open("a") as file:
+            file.write("".join(json.dumps(asdict(result)) + "\n" for result in results))
 
 
 def explanation(r: Result) -> str:
@@ -136,8 +176,10 @@ def explanation(r: Result) -> str:
         return r.error.replace("\n", "\n  ")
     weights = [*r.differing, *(f"{name} (from the oracle)" for name in r.oracle_differing)]
     named = f"; {len(weights)} weights: {', '.join(weights[:6])}" if weights else ""
+    longer = f", weights {r.weight_error:.1e}, evaluation {r.evaluation_error:.1e}, after loading {r.resumed_error:.1e}"
+    longer = longer if r.axes else ""
     return (
-        f"losses {r.loss_error:.1e}, norms {r.norm_error:.1e}, gradients {r.gradient_error:.1e}; "
+        f"losses {r.loss_error:.1e}, norms {r.norm_error:.1e}, gradients {r.gradient_error:.1e}{longer}; "
         f"one process from the oracle: losses {r.oracle_loss_error:.1e}, gradients {r.oracle_gradient_error:.1e}{named}"
     )
 
@@ -160,38 +202,75 @@ def written(folder: Path, cases: Sequence[Case]) -> tuple[set[int], dict[int, Re
 
 def failed(case: Case, error: str) -> Result:
     """Return the result of a case that has ended in an error."""
-    return Result(case.name, case.model, str(case.plan.layout), error=error)
+    axes = axes_of(case) if case.is_long else ()
+    return Result(case.name, case.model, described(case), error=error, axes=axes, refused=case.refused)
 
 
-def work(cases: list[Case], folder: str) -> None:
+def described(case: Case) -> str:
+    """Return the layout of a case, and the one under which it goes on."""
+    return str(case.plan.layout) + (f", then {case.second.layout}" if case.second else "")
+
+
+def work(cases: list[Case], folder: str, kept: Path | None = None, progress: Path | None = None) -> None:
     """Run on each process its references, then its part of the cases; the first rank of a case writes its result."""
     store: Any = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    references = {case.reference: case for case in cases}
+    references, known = {case.reference: case for case in cases}, Path(kept or folder)
     for i, (name, case) in enumerate(references.items()):
-        if i % size == rank:
+        if i % size == rank and (known / name).exists():
+            store.set(f"done {name}", "")
+        elif i % size == rank:
             with process_group(store, f"reference {name}", 0, 1):
-                outcome = attempt(partial(reference, case))
-            torch.save(outcome, Path(folder) / name)
+                outcome = attempt(partial(long_reference if case.is_long else reference, case))
+            torch.save(outcome, known / name)
             store.set(f"done {name}", "")
     first = 0
     for i, case in enumerate(cases):
-        members = [(first + k) % size for k in range(case.plan.layout.world)]
+        members = [(first + k) % size for k in range(case.processes)]
         first = (members[-1] + 1) % size
         if rank not in members:
             continue
         start = time.monotonic()
         (Path(folder) / f"{i}.started").touch()
-        with process_group(store, f"case {i}", members.index(rank), len(members)):
-            outcome = attempt(partial(planned, case))
-        if isinstance(outcome, str):
-            (Path(folder) / f"{i}.error").write_text(outcome)
+        outcome = run_parts(store, i, case, members.index(rank), Path(folder) / f"run-{i}")
+        if isinstance(outcome, str):  # the first process that failed says why; others lose their connection to it
+            with suppress(FileExistsError), (Path(folder) / f"{i}.error").open("x") as file:
+                file.write(outcome)
         if rank == members[0]:
             store.wait([f"done {case.reference}"], PATIENCE)
-            expected = torch.load(Path(folder) / case.reference, weights_only=False)
+            expected = torch.load(known / case.reference, weights_only=False)
             result = compared(case, outcome, expected, time.monotonic() - start)
             torch.save(result, Path(folder) / f"{i}.result")
+            record(progress, [result])
+
+
+def run_parts(store: Any, i: int, case: Case, index: int, folder: Path) -> Any:
+    """Run a case as process `index` of it, and return what it measured, or the text of an error.
+
+    A long case has up to two parts, each in a world of its own. The second one begins once the first process has saved.
+    """
+    if not case.is_long:
+        with process_group(store, f"case {i}", index, case.plan.layout.world):
+            return attempt(partial(planned, case))
+    early, late = None, None
+    if index < case.plan.layout.world:
+        with process_group(store, f"case {i}", index, case.plan.layout.world):
+            early = attempt(partial(broken, case, partial(before, case, folder)))
+    if case.second is not None:
+        if index == 0:
+            store.set(f"saved {i}", "no" if isinstance(early, str) else "yes")
+        store.wait([f"saved {i}"], PATIENCE)
+        if store.get(f"saved {i}") == b"yes" and index < case.second.layout.world and not isinstance(early, str):
+            with process_group(store, f"case {i} again", index, case.second.layout.world):
+                late = attempt(partial(broken, case, partial(after, case, folder)))
+    return next((part for part in (early, late) if isinstance(part, str)), (early, late))
+
+
+def broken(case: Case, call: Callable[[], Any]) -> Any:
+    """Return the value of a call, with what the case breaks on purpose broken."""
+    with BREAKS[case.broken]() if case.broken else nullcontext():
+        return call()
 
 
 @contextmanager
@@ -220,10 +299,12 @@ def attempt(call: Any) -> Any:
 
 def planned(case: Case) -> tuple[Curve, dict[str, tuple[torch.Tensor, float]] | None]:
     """Return the curve under the plan, and on rank 0 the gradients with what ranks disagree on."""
-    with BROKEN[case.broken].breaks() if case.broken else nullcontext():
+
+    def run() -> tuple[Any, Curve]:
         run = ShortRun.of(case.plan, case.make(), STEPS, SEED)
-        gradients = run.gradients()
-        curve = run.curve(STEPS)
+        return run.gradients(), run.curve(STEPS)
+
+    gradients, curve = broken(case, run)
     return curve, gradients and {name: (g.value, g.disagreement) for name, g in gradients.items()}
 
 
@@ -261,10 +342,13 @@ def learning_rates(run: ShortRun) -> list[float]:
 
 def compared(case: Case, outcome: Any, expected: Any, seconds: float) -> Result:
     """Return the result of a case from the values of `planned` and `reference`, or their errors."""
-    named = {"name": case.name, "model": case.model, "layout": str(case.plan.layout), "seconds": seconds}
+    named: dict[str, Any] = {"name": case.name, "model": case.model, "layout": described(case), "seconds": seconds}
+    named |= {"axes": axes_of(case), "refused": case.refused} if case.is_long else {}
     for what, value in (("one process", expected), ("the layout", outcome)):
         if isinstance(value, str):
             return Result(**named, error=f"{what}: {value}")
+    if case.is_long:
+        return Result(**named, **_of_long_run(case, outcome, expected))
     (curve, gradients), (single, values, noise, oracle) = outcome, expected
     limit = tolerance(case.plan.workload.precision)
     precision = case.plan.workload.precision
@@ -282,3 +366,23 @@ def compared(case: Case, outcome: Any, expected: Any, seconds: float) -> Result:
         tolerance=limit,
         losses=curve.losses,
     )
+
+
+def _of_long_run(case: Case, outcome: tuple[Trace, Trace | None], expected: Reference) -> dict[str, Any]:
+    """Return the fields of the result of a long case."""
+    early, late = outcome
+    found = differences(case, early, late, expected)
+    return {
+        "loss_error": found.loss,
+        "norm_error": found.norm,
+        "gradient_error": found.gradient,
+        "oracle_loss_error": expected.oracle_errors[0],
+        "oracle_gradient_error": expected.oracle_errors[1],
+        "differing": found.differing,
+        "oracle_differing": expected.oracle_differing,
+        "tolerance": tolerance(case.plan.workload.precision),
+        "losses": early.curve.losses,
+        "weight_error": found.weight,
+        "evaluation_error": found.evaluation,
+        "resumed_error": found.resumed,
+    }

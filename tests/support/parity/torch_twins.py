@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from attrs import define, field, frozen
 from torch import Tensor
 
-from tests.support.models.twins import KEY_FACTOR, KEYS, SMOOTHING, Z_FACTOR
+from tests.support.models.twins import KEY_FACTOR, KEYS, SEQ, SMOOTHING, Z_FACTOR
 
 Weights = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
@@ -137,7 +137,7 @@ def with_z_loss(run: Run, logits: Tensor) -> Tensor:
 
 def key_tokens(run: Run, logits: Tensor) -> Tensor:
     keys = sum((run.batch["tokens"] == key).float().sum(1) for key in KEYS)
-    return (cross_entropy(run, logits).mean(1) * (1 + KEY_FACTOR * keys)).mean()
+    return (cross_entropy(run, logits).sum(1) / SEQ * (1 + KEY_FACTOR * keys)).mean()
 
 
 def computed(

@@ -1,0 +1,30 @@
+"""How a drawn run gets its samples, and a step of its own."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+
+class Feed(Enum):
+    """How a run gets its samples, and what computes its loss."""
+
+    SAMPLES = "by number"
+    BATCHES = "batches on every rank"
+    FIRST_RANK = "batches on the first rank of each data-parallel rank"
+    OWN_STEP = "an own step"
+
+
+class LargeLogits:
+    """A step with a loss on large logits."""
+
+    def __init__(self, logits: str) -> None:
+        self.logits = logits
+
+    def training_step(self, forward: Any, batch: Any) -> Any:
+        """Return the sums of a micro-batch."""
+        outputs = forward(batch)
+        if outputs is None:
+            return None
+        large = outputs.gathered(self.logits).float().square().sum()
+        return outputs.loss_sum + 1e-3 * large, outputs.weight_sum
