@@ -77,6 +77,15 @@ def is_dataset(word: str) -> bool:
     return is_indexed(_prefix(word))
 
 
+def known_ids(words: Sequence[str]) -> TokenIds | None:
+    """Return the ids of --data where they are known at once: of text, and of datasets with a description."""
+    names = parse_blend(words).names
+    if len(names) == 1 and not is_dataset(names[0]):
+        return BYTE_IDS if names[0] == STDLIB or Path(names[0]).expanduser().exists() else None
+    descriptions = [read_description(_prefix(name)) for name in names if is_dataset(name)]
+    return next((each.ids for each in descriptions if each), None)
+
+
 def open_corpus(
     words: Sequence[str],
     split: str | None,

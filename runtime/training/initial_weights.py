@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megaloom.dsl.catalog import config_of
 from megaloom.dsl.graph import Model
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.launch.agreement import gathered
 from megaloom.runtime.weights.given import GivenWeights, is_megatron, open_folder
 from megaloom.runtime.weights.tensor_folder import has_tensors
 
@@ -35,3 +36,13 @@ def starting_notes(plan: Plan, model: Model, given: GivenWeights | MegatronWeigh
         yield "the frozen weights are random: give trained ones with --from FOLDER"
     elif config and has_tensors(config.parent):
         yield f"the weights are random: --from {config.parent} would start from those in the folder"
+
+
+def not_finite_note(given: GivenWeights | MegatronWeights) -> str | None:
+    """Return a line that names the tensors of which a rank has read NaN or an infinite value. Every rank calls it."""
+    own = sorted(given.files.not_finite) if isinstance(given, GivenWeights) else []
+    names = sorted({name for each in gathered(own) for name in each})
+    if not names:
+        return None
+    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    return f"--from has NaN or infinite values in {', '.join(names[:3])}{more}: losses may not be finite"

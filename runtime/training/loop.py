@@ -38,7 +38,7 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .collected_signals import collected_signals
 from .failures import ended_if_stuck
-from .initial_weights import open_weights, starting_notes
+from .initial_weights import not_finite_note, open_weights, starting_notes
 from .resuming import resume_notes
 from .run_data import empty_validation, sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
@@ -52,6 +52,7 @@ def train_on_rank(run: TrainingRun) -> Summary:
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
     given = open_weights(run.weights) if run.weights and not resumed else None
     engine = Engine.build(run.plan, model, recipe, run.steps, weights=given.of(model) if given else None)
+    not_finite = not_finite_note(given) if given else None
     if resumed:
         checkpoint.load(engine.state, resumed)
     first = dist.get_rank() == 0
@@ -65,6 +66,8 @@ def train_on_rank(run: TrainingRun) -> Summary:
         metrics = MetricsFile(path, last_step=engine.done, trackers=trackers)
         for note in starting_notes(run.plan, model, given) if not resumed else ():
             display.print(note)
+        if not_finite:
+            display.print(not_finite)
         if empty := empty_validation(run.corpus, run.options.get("split")):
             display.print(f"no held-out loss: {empty}; give it a larger share, such as --split 90,10")
         with existing_objects_frozen(), collected_signals(signals):

@@ -10,8 +10,9 @@ import torch
 from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
-from megaloom.runtime.data.corpus import Corpus, open_corpus
+from megaloom.runtime.data.corpus import Corpus, known_ids, open_corpus
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.split import DEFAULT_SPLIT, SplitUnit
 from megaloom.runtime.data.text_files import STDLIB
@@ -47,6 +48,12 @@ def split_unit(maker: SampleMaker) -> SplitUnit:
     """Return what --split counts for a model: documents for masked tokens and removed spans, as Megatron-LM does."""
     documents = maker.objective in (Objective.MASKED, Objective.SPANS)
     return SplitUnit.DOCUMENTS if documents else SplitUnit.SEQUENCES
+
+
+def check_vocabulary_of(graph: Graph, seq: int, sources: Sequence[str]) -> None:
+    """Raise UserError unless a model's vocabulary has all ids of the data, as far as that is known without reading."""
+    if ids := known_ids(sources):
+        check_vocabulary(ids, SampleMaker.of(graph, seq))
 
 
 def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:

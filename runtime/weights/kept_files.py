@@ -39,15 +39,15 @@ def copy_files(source: Path, folder: Path) -> None:
 def keep_files(run: Path, config: Path | None, tokenizer: Path | None, *, beside: bool = True) -> None:
     """Copy into a run folder a config.json with the files beside it, and the files of a tokenizer's folder.
 
+    A model that has no config.json keeps nothing: its tokenizer has a folder of its own.
     beside: False if those files are of a tokenizer that the data do not have. A run that has files already keeps them.
     """
     kept = run / KEPT
-    if kept.exists() or (config is None and tokenizer is None):
+    if kept.exists() or config is None:
         return
     kept.mkdir()
-    if config is not None:
-        shutil.copyfile(config, kept / CONFIG)
-        if beside:
-            copy_files(config.parent, kept)
+    shutil.copyfile(config, kept / CONFIG)
+    if beside:
+        copy_files(config.parent, kept)
     if tokenizer is not None:
         copy_files(tokenizer, kept)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -45,6 +45,7 @@ class TensorFolder:
     folder: Path
     tensors: Mapping[str, View]
     quantised: Mapping[str, int]  # format, such as mxfp4 → number of tensors
+    not_finite: set[str] = field(factory=set)  # names of tensors in which NaN or an infinite value was read
 
     def __str__(self) -> str:
         dtypes = sorted({str(view.dtype).removeprefix("torch.") for view in self.tensors.values()})
@@ -58,9 +59,10 @@ def open_tensors(folder: Path, quantization: Mapping[str, Any] | None = None) ->
     quantization: the field `quantization_config` of its config.json. Raise UserError if a file is missing or damaged,
     or the weights are quantised in a format that is not read.
     """
-    found = {name: view for file in _files(folder) for name, view in _views(file)}
+    not_finite = set[str]()
+    found = {name: view for file in _files(folder) for name, view in _views(file, not_finite)}
     tensors, quantised = dequantised(found, quantization or {}, folder)
-    return TensorFolder(folder, tensors, quantised)
+    return TensorFolder(folder, tensors, quantised, not_finite)
 
 
 def has_tensors(folder: Path) -> bool:
@@ -95,22 +97,24 @@ def _no_weights(folder: Path, absent: list[str]) -> str:
     return f"{folder} has no {absent[0]}{also}\nweights are read from {SINGLE}, or from the files in {SHARD_INDEX}"
 
 
-def _views(file: Path) -> Iterator[tuple[str, View]]:
-    """Yield the tensors of a file by name."""
+def _views(file: Path, not_finite: set[str]) -> Iterator[tuple[str, View]]:
+    """Yield the tensors of a file by name. not_finite: gets the names of those in which NaN or infinity is read."""
     opened = _open(file)
     for name in opened.keys():  # noqa: SIM118 (it is not a dict)
         header = opened.get_slice(name)
         if header.get_dtype() not in STORED_DTYPES:
             raise UserError(f"{file}: {name} has the type {header.get_dtype()}, which is not read")
-        yield name, stored(opened, name, tuple(header.get_shape()), STORED_DTYPES[header.get_dtype()])
+        yield name, stored(opened, name, tuple(header.get_shape()), STORED_DTYPES[header.get_dtype()], not_finite)
 
 
-def stored(opened: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> View:
-    """Return a view of a tensor of an open safetensors file."""
+def stored(opened: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, not_finite: set[str]) -> View:
+    """Return a view of a tensor of an open safetensors file. not_finite: gets its name if NaN or infinity is read."""
 
     def reader(box: Box) -> Tensor:
         part = opened.get_slice(name)[tuple(slice(r.start, r.stop) for r in box)] if box else opened.get_tensor(name)
         assert isinstance(part, Tensor)
+        if dtype.is_floating_point and dtype.itemsize > 1 and not bool(part.isfinite().all()):
+            not_finite.add(name)
         return part
 
     return source(shape, dtype, reader)

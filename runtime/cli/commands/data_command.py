@@ -14,6 +14,7 @@ from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.data.description import TOKENIZER_SUFFIX, Description
 from megaloom.runtime.data.indexed import TOKENS, path_of
 from megaloom.runtime.data.preprocess import Preprocessing, ShowProgress, preprocess
+from megaloom.runtime.data.token_ids import BYTE_IDS
 
 
 def run_data(
@@ -50,8 +51,16 @@ def _summary(description: Description, prefix: Path, was_there: bool, train_voca
     return (
         f"{path_of(prefix, TOKENS)} {done}: {description.documents:,} {kind}, {description.tokens:,} tokens, "
         f"vocabulary {description.ids.vocab:,}{tokenizer}\n{fewer}"
-        f"train on it with: megaloom train MODEL --data {prefix}"
+        f"train on it with: {_train_command(description, prefix)}"
     )
+
+
+def _train_command(description: Description, prefix: Path) -> str:
+    """Return the command that trains on a dataset: the default model with as many ids, if they are more than bytes."""
+    if description.ids.vocab <= BYTE_IDS.vocab:
+        return f"megaloom train --data {prefix}"
+    vocab = f"--set vocab={description.ids.vocab}"
+    return f"megaloom train {vocab} --data {prefix}, or a MODEL with a vocabulary of {description.ids.vocab:,} or more"
 
 
 @contextmanager

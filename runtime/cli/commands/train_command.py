@@ -54,6 +54,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.environment import current_environment
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.training.run import train
+from megaloom.runtime.training.run_data import check_vocabulary_of
 from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, load_run
 from megaloom.runtime.training.verify import compare
 from megaloom.runtime.weights.kept_files import CONFIG
@@ -88,7 +89,7 @@ def run_train(
     given |= adapters.given
 
     def chosen() -> tuple[Plan, Path]:
-        return _plan_and_folder(model, arguments, load_options, options["out"], given, fixed, adapters)
+        return _plan_and_folder(model, arguments, load_options, options, given, fixed, adapters)
 
     if started_by_launcher():
         launched(_planned_world(model) or load_options["devices"])  # before waiting for ranks that do not come
@@ -167,7 +168,7 @@ def _plan_and_folder(
     model: str,
     arguments: Arguments,
     load_options: Mapping[str, Any],
-    out: Path | None,
+    options: Mapping[str, Any],
     given: Mapping[str, Any],
     fixed: FixedLayout,
     adapters: AdapterOptions,
@@ -175,13 +176,13 @@ def _plan_and_folder(
     """Return the plan that MODEL has or is, or the fastest one for it, and the folder of the run."""
     if is_run(model):
         check_same(load(Path(model) / PLAN_NAME).model, arguments, model)
-        return _decided(load_run(model).plan, model, given), out or Path(model)
+        return _decided(load_run(model).plan, model, given), options["out"] or Path(model)
     if _is_plan(model):
         plan = _decided(load(model), model, given)
         check_same(plan.model, arguments, model)
     else:
-        plan = _make_plan(model, arguments, load_options, fixed, adapters)
-    return plan, out or Path("runs") / file_name(plan.model)
+        plan = _make_plan(model, arguments, load_options, options["data"], fixed, adapters)
+    return plan, options["out"] or Path("runs") / file_name(plan.model)
 
 
 def run_verify(path: Path, steps: int, seed: int) -> int:
@@ -224,6 +225,7 @@ def _make_plan(
     model: str,
     arguments: Arguments,
     load_options: Mapping[str, Any],
+    sources: tuple[str, ...],
     fixed: FixedLayout,
     adapters: AdapterOptions,
 ) -> Plan:
@@ -235,6 +237,7 @@ def _make_plan(
         batch=DEFAULT_BATCH if load_options["batch"] is None else load_options["batch"],
         precision=Precision(load_options["precision"] or ("bf16" if device.gpu_count() else "fp32")),
     )
+    check_vocabulary_of(graph(declared), workload.seq, sources)
     machine = cluster(_cluster_name(load_options["devices"]))
     return search(declared, machine, workload, ref=ref, fixed=fixed_fields(fixed)).best
 

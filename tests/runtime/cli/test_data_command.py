@@ -23,7 +23,7 @@ def test_several_sources_become_one_dataset(folder: Path, capsys: pytest.Capture
     out, err = capsys.readouterr()
     assert out == (
         "out/all.bin is written: 3 documents, 14 tokens, vocabulary 256\n"
-        "train on it with: megaloom train MODEL --data out/all\n"
+        "train on it with: megaloom train --data out/all\n"
     )
     assert err == ""
     assert open_indexed(folder / "out" / "all").array.tobytes() == b"one\0two\0three\0"
@@ -41,6 +41,12 @@ def test_a_trained_vocabulary_that_is_smaller_than_asked_for_says_why(
     assert not main(["data", "books", "-o", "out", "--train-vocab", "300", "--workers", "1"])
     shown = capsys.readouterr().out
     assert "the tokenizer has fewer tokens than --train-vocab 300: the text has no more pairs to join\n" in shown
+    assert "train on it with: megaloom train --set vocab=261 --data out, or a MODEL with a vocabulary of 261" in shown
+    assert main(["train", "--data", "out"]) == 2  # before a plan is searched
+    out, err = capsys.readouterr()
+    assert "stdlib-gpt has a vocabulary of 256; the data's tokenizer has 261 tokens (out-tokenizer)\n" in err
+    assert "--set vocab=261" in err
+    assert (out, (folder / "runs").exists()) == ("", False)
     assert not main(["data", "books", "-o", "least", "--train-vocab", "257", "--workers", "1"])
     assert "fewer tokens" not in capsys.readouterr().out
 

@@ -106,3 +106,15 @@ def test_a_checkpoint_of_megatron_lm_is_converted_first(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(UserError, match=r"is a checkpoint of Megatron-LM\nconvert it first: megaloom convert"):
         open_folder(tmp_path)
+
+
+def test_tensors_with_nan_are_known_once_they_are_read(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    given = open_folder(folder)
+    table = given.files.tensors["model.embed_tokens.weight"]
+    table.narrow(0, 0, 5).read()
+    assert not given.files.not_finite
+    table.read()
+    assert given.files.not_finite == {"model.embed_tokens.weight"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.findings.finding import Verdict, finding, megaloom, passes, refuses
+from tests.support.findings.finding import Verdict, finding, left, megaloom, passes, refuses
 
 
 def small_model(folder: Path, **options: object) -> Path:
@@ -159,3 +159,71 @@ def own_data(folder: Path) -> str:
 @finding("newcomer 72", "evaluate of a run that does not exist says that --data is missing", Verdict.REFUSED)
 def no_run(folder: Path) -> str:
     return refuses(megaloom(folder, "evaluate", "runs/none"), "runs/none is not a run folder")
+
+
+@finding("users 15", "Weights with NaN are taken by --from without a word", Verdict.MENDED)
+def weights_with_nan(folder: Path) -> str:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = small_model(folder / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["transformer.wte.weight"][299, 0] = torch.nan
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    (folder / "text.txt").write_text("the quick brown fox " * 500)
+    options = (
+        "--data",
+        "text.txt",
+        "--seq",
+        "16",
+        "--batch",
+        "2",
+        "--steps",
+        "1",
+        "--devices",
+        "1",
+        "--skip-non-finite",
+    )
+    ended = megaloom(folder, "train", "--from", "model", *options)
+    lines = [line for line in ended.text.splitlines() if "NaN or infinite values in" in line]
+    assert len(lines) == 1, ended.end
+    assert "transformer.wte.weight" in lines[0], lines
+    return lines[0]
+
+
+@finding("newcomer A4", "README's data example is refused, and only after a plan was searched", Verdict.MENDED)
+def data_example(folder: Path) -> str:
+    (folder / "books.jsonl").write_text('{"text": "the purpose of life is to be"}\n' * 2000)
+    made = megaloom(folder, "data", "books.jsonl", "-o", "books", "--train-vocab", "8192")
+    passes(made, "megaloom train --set vocab=")
+    wrong = megaloom(folder, "train", "--data", "books")
+    refuses(wrong, "give --set vocab=")
+    assert "plan" not in wrong.text.lower(), wrong.end
+    quick = ("--steps", "1", "--devices", "1", "--batch", "2", "--seq", "32")
+    ended = megaloom(folder, "train", "--set", "vocab=8192", "--data", "books", *quick)
+    assert not (folder / "runs" / "stdlib-gpt-vocab-8192" / "hugging-face").exists()
+    return passes(ended, "to train further")
+
+
+@finding("features D11", "Small ones of data: ids, windows, splits and a hugging-face folder", Verdict.MENDED)
+def small_ones(folder: Path) -> str:
+    (folder / "docs.jsonl").write_text('{"text": "the purpose of life is to be"}\n' * 400)
+    (folder / "text.txt").write_text("the purpose of life " * 300)
+    passes(megaloom(folder, "data", "docs.jsonl", "-o", "ds", "--train-vocab", "270"))
+    run = trained(folder, "--data", "ds", "--set", "vocab=1000")
+    assert not (run / "hugging-face").exists()
+    words = ("--prompt", "the", "--do-sample", "--temperature", "9", "--max-new-tokens", "60", "--json")
+    tokens = json.loads(passes(megaloom(folder, "generate", str(run), *words), '"tokens"').partition("\n")[0])["tokens"]
+    vocab = json.loads((folder / "ds.json").read_text())["ids"]["vocab"]
+    assert max(tokens) < vocab, tokens
+    count = json.loads((folder / "ds.json").read_text())["tokens"]
+    ended = megaloom(folder, "evaluate", str(run), "--data", "ds", "--split", "50,30,20")
+    return passes(ended, f" {(count - 1) // 16 * 16:,}", "all parts")
+
+
+left(
+    "spotcheck N12",
+    "No option evaluates or saves once an epoch",
+    "--evaluate-every and --save-every take the steps of an epoch, which the first line of training gives; a word "
+    "'epoch' needs another type of both options, in run.json too",
+)
