@@ -56,6 +56,10 @@ class Workload:
         """Return the tokens of one step."""
         return self.seq * self.batch
 
+    def as_saved(self) -> dict[str, int | str]:
+        """Return what a checkpoint records of the workload it was trained with."""
+        return {"seq": self.seq, "batch": self.batch, "precision": self.precision.value}
+
     def __str__(self) -> str:
         """Return the workload in words. Models of images have sequences of one token, here called inputs."""
         return f"{self.batch:,} " + (f"sequences of {self.seq:,} tokens" if self.seq > 1 else "inputs")

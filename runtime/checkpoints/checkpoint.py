@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from megaloom.runtime.weights.safe_pickle import check_files, only_weights, read
 
 from .checkpoint_folder import (
     Checkpoint,
+    CheckpointError,
     Retention,
     changed_files,
     damaged_contents,
@@ -38,6 +42,7 @@ from .checkpoint_folder import (
     latest,
     newest_intact,
     other_tensors,
+    unusable,
 )
 from .checkpoint_views import of_kind, tensor_views
 from .manifest import DECLARED_NAMES, Manifest
@@ -45,6 +50,10 @@ from .saver import Saver, Stateful
 from .version_2 import OtherTensorsError, read_shards, unknown_tensors, weights_of
 
 DEFAULT_RETENTION = Retention()
+DAMAGE = (EOFError, UnpicklingError, AssertionError, KeyError, ValueError, zipfile.BadZipFile)
+"""Errors of torch for files that do not hold the tensors that the metadata of the checkpoint name."""
+FROM_TORCH_READER = ("PytorchStreamReader", "zip archive", "Invalid magic number", "Invalid protocol")
+ONCE_MORE = "its files are as they were saved: run the same command again, or choose another folder with --out"
 
 
 def save(engine: Stateful, run: Path, manifest: Manifest, retention: Retention = DEFAULT_RETENTION) -> Path:
@@ -97,11 +106,18 @@ def _of_current_version(wanted: dict[str, Any], checkpoint: Checkpoint) -> dict[
         raise other_tensors(checkpoint, first_sentence(error)) from error
     except CheckpointException as error:  # of torch, from any rank: a tensor cannot be read
         cause, *_ = [*(cause for cause, _ in error.failures.values()), error]
-        raise damaged_contents(checkpoint, first_sentence(cause)) from error
+        what = first_sentence(cause)
+        if isinstance(cause, DAMAGE) or any(word in str(cause) for word in FROM_TORCH_READER):
+            raise damaged_contents(checkpoint, what) from error
+        raise CheckpointError(unusable(checkpoint.folder, f"cannot be loaded: {what}", ONCE_MORE)) from error
 
 
 def _check_tensors(wanted: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Raise CheckpointError unless a checkpoint has the tensors of a state, in their sizes."""
+    try:
+        json.loads((checkpoint.folder / "metadata.json").read_text(encoding="utf-8"))
+    except ValueError:
+        raise damaged_contents(checkpoint, "metadata.json is not JSON") from None
     found = read_metadata(checkpoint.folder).state_dict_metadata
     for shard in _shards(wanted):
         stored = found.get(shard.key)

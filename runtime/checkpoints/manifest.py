@@ -20,6 +20,7 @@ MANIFEST_NAME = "checkpoint.json"
 CONVERTER = cattrs.Converter()
 """Reads and writes manifests."""
 configure_union_passthrough(int | float | str | bool, CONVERTER)
+configure_union_passthrough(int | str, CONVERTER)
 
 
 @frozen
@@ -44,6 +45,7 @@ class Manifest:
     averaged: bool = False  # whether the checkpoint has averaged weights
     validation_loss: float | None = None  # nats per token; None if it was not evaluated
     layout: str  # the layout under which the checkpoint was saved
+    workload: dict[str, int | str] = field(factory=dict)  # seq, batch, precision; empty in versions before 3
     libraries: dict[str, str] = field(factory=lambda: {name: version(name) for name in ("torch", "megatron-core")})
     files: dict[str, SavedFile] = field(factory=dict)  # by file name; `save` fills it in
 

@@ -245,6 +245,7 @@ class Engine:
             recipe=self.recipe.as_saved(),
             averaged=self.state.averages is not None,
             layout=str(self.plan.layout),
+            workload=self.plan.workload.as_saved(),
         )
 
     def load(self, run: Path) -> int:

@@ -41,6 +41,7 @@ from .failures import ended_if_stuck
 from .initial_weights import not_finite_note, open_weights, starting_notes
 from .resuming import resume_notes
 from .run_data import empty_validation, sample_of
+from .run_folder import save_run
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
 
@@ -56,6 +57,8 @@ def train_on_rank(run: TrainingRun) -> Summary:
     if resumed:
         checkpoint.load(engine.state, resumed)
     first = dist.get_rank() == 0
+    if resumed and first:
+        save_run(run.folder, run.plan, model, run.recipe, run.options)
     console = InterruptibleConsole(signals) if first else Console(quiet=True)
     watching, about = run.watching if first else Watching(), {**recipe.as_saved(), "layout": str(run.plan.layout)}
     with (

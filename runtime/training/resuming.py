@@ -30,6 +30,7 @@ def resume_notes(resumed: Checkpoint, run: TrainingRun, recipe: Recipe) -> Itera
         yield "saved by an earlier megaloom: its weights have the names and shapes of this model's"
     if saved.layout != str(run.plan.layout):
         yield f"layout: saved under {saved.layout}, now {run.plan.layout}"
+    yield from _workload_notes(saved.workload, run.plan.workload.as_saved())
     new = recipe.as_saved()
     if changed := _changed(saved.recipe, new, (n for n in saved.recipe if n in new and n != "steps")):
         yield f"recipe: {changed}"
@@ -40,6 +41,14 @@ def resume_notes(resumed: Checkpoint, run: TrainingRun, recipe: Recipe) -> Itera
         yield f"learning rate: its schedule ends at step {end}; --decay-steps {steps} would stretch it"
     if saved.data != run.corpus.digest:
         yield f"data: not the text of step {saved.step}, or its files have changed since"
+
+
+def _workload_notes(before: Mapping[str, int | str], now: Mapping[str, int | str]) -> Iterator[str]:
+    """Yield a line for each of sequence length, batch and precision that has changed since the checkpoint."""
+    for name in before:
+        if before[name] != now[name]:
+            text = ": the order of the text starts anew, so some of it repeats and some is left out"
+            yield f"{name}: was {before[name]}, is now {now[name]}{text if name == 'seq' else ''}"
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> str:

@@ -151,7 +151,10 @@ def prepare_run(
     asynchronous_saves: bool | None = None,
     watching: Watching = Watching(),  # noqa: B008 (frozen)
 ) -> TrainingRun:
-    """Check plan, options, weights, checkpoint and text, and write data, model, plan and options into the folder."""
+    """Check plan, options, weights, checkpoint and text, and write data, model, plan and options into the folder.
+
+    The model, plan and options of a run that is continued stay as they are until its checkpoint is loaded.
+    """
     model = check_model(plan)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
     for name, every in (
@@ -209,7 +212,8 @@ def prepare_run(
     if corpus.ids != BYTE_IDS and corpus.tokenizer is None:
         options[TOKENIZER_OPTION] = UNKNOWN_TOKENIZER
     before = load_options(folder) if is_run(folder) else None
-    save_run(folder, plan, model, recipe, options)
+    if saved is None:  # else ranks save it once they have loaded the checkpoint
+        save_run(folder, plan, model, recipe, options)
     return TrainingRun(
         plan=plan,
         recipe=recipe,

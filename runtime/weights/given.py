@@ -72,8 +72,9 @@ class GivenWeights:
         return from_checkpoint(self.names, model.without_adapters, self.files.tensors, concatenated)
 
 
-def open_folder(folder: Path) -> GivenWeights:
+def open_folder(folder: str | Path) -> GivenWeights:
     """Open a Hugging Face folder: config.json and safetensors files. Raise UserError if they cannot be read."""
+    folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"--from {folder}: no such folder\ngive a folder with config.json and {SINGLE}")
     if is_megatron(folder):

@@ -17,9 +17,12 @@ from megaloom.runtime.checkpoints.checkpoint_folder import CheckpointError
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import clock
 from megaloom.runtime.metrics.metrics_file import MetricsFile
+from megaloom.runtime.training.evaluation import evaluate_run
 from megaloom.runtime.training.host_memory import check_host_memory, host_memory
 from megaloom.runtime.training.run import locked
 from megaloom.runtime.training.verify import compare
+from tests.support.checkpoints import damage
+from tests.support.limits import LIMIT
 
 RECIPE = Recipe(steps=6, lr=1e-2, warmup=2)
 
@@ -92,6 +95,33 @@ def test_resumed_under_any_layout_it_computes_the_same(
     assert f"resumed from step 3 of 6 ({folder}/step-000003)" in output
     assert ("layout: saved under dp2" in output) == (layout.dp == 1)
     assert "data: " not in output
+
+
+def test_a_resumed_run_says_what_changed_of_its_workload(
+    finished: tuple[Path, Summary], text: str, plan_of, tmp_path: Path, capfd
+) -> None:
+    folder = shutil.copytree(finished[0], tmp_path / "run")
+    plan = plan_of("byte_llama", Layout(), seq=16, batch=2, precision="bf16")
+    train(plan, evolve(RECIPE, steps=7), folder=folder, source=text, evaluate_batches=1)
+    output = capfd.readouterr().out
+    assert "seq: was 32, is now 16: the order of the text starts anew" in output
+    assert "batch: was 4, is now 2\n" in output
+    assert "precision: was fp32, is now bf16\n" in output
+
+
+def test_a_checkpoint_with_damaged_contents_is_refused_and_the_run_stays_as_it_was(
+    finished: tuple[Path, Summary], text: str, plan_of, tmp_path: Path
+) -> None:
+    """The checksums fit, so that only reading the tensors finds it."""
+    folder = shutil.copytree(finished[0], tmp_path / "run")
+    damage(folder / "step-000006")
+    before = {name: (folder / name).read_bytes() for name in ("run.json", "plan.json", "model.json")}
+    with pytest.raises(CheckpointError, match=r"step-000006 is damaged: ") as raised:
+        train(plan_of("byte_llama", Layout(tp=2)), evolve(RECIPE, steps=9), folder=folder, source=text)
+    assert "remove that folder to continue from step-000003, the newest undamaged one; or" in str(raised.value)
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    with pytest.raises(UserError, match=r"step-000006 is damaged: "):
+        evaluate_run(folder, timeout=LIMIT)
 
 
 def test_a_finished_run_is_evaluated_again(finished: tuple[Path, Summary], text: str, plan_of, capfd) -> None:
