@@ -57,13 +57,13 @@ SHARDING: Mapping[str, Sharded] = {
     "experts": Sharded("ep"),
     "heads": Sharded("tp"),
     "kv_heads": Sharded("tp"),
-    "groups": Sharded("tp"),
+    "groups": Sharded("tp", "whole"),  # of Mamba-2: a device computes all of them where there are fewer than devices
     "ff": Sharded("tp"),
     "vocab": Sharded("tp", "pad", None),  # Megatron-LM: --make-vocab-size-divisible-by
 }
 AXES_OF_TENSORS = ("tp", "cp", "ep", "etp")
 SEQUENCES = frozenset(name for name, sharded in SHARDING.items() if sharded.axis == "cp")
-SHARED_BY_HEADS = frozenset({"kv_heads", "groups"})  # dims of which several heads share one index
+SHARED_BY_HEADS = frozenset({"kv_heads"})  # dims of which several heads share one index, and devices the weights
 
 
 def sequential(shape: Shape) -> bool:

@@ -65,7 +65,7 @@ def _experts(requirements: ModelRequirements) -> list[tuple[str, int]]:
 def _allowed_tps(requirements: ModelRequirements) -> list[int]:
     """Return every tp that the rules of sizes allow."""
     common = divisors(*(size for _, size in (*_heads(requirements), *_width(requirements))))
-    counts, shapes = _kv_head_counts(requirements), _kv_head_shapes(requirements)
+    counts, shapes = [n for _, n in _shared_counts(requirements)], _kv_head_shapes(requirements)
     return [
         tp
         for tp in common
@@ -76,6 +76,12 @@ def _allowed_tps(requirements: ModelRequirements) -> list[int]:
 def _nearest_degrees(case: Case[Layout], degree: int, allowed: Iterable[int]) -> str:
     """Return the nearest of the allowed degrees that divide the number of devices, in words."""
     return nearest(degree, [n for n in allowed if case.cluster.count % n == 0])
+
+
+def _shared_counts(requirements: ModelRequirements) -> list[tuple[str, int]]:
+    """Return the (dim, size) pairs of dims of which several heads share one index."""
+    groups = requirements.whole_sizes.get(("tp", "groups"), ())
+    return [*(("kv_heads", n) for n in _kv_head_counts(requirements)), *(("groups", n) for n in groups)]
 
 
 def _kv_head_counts(requirements: ModelRequirements) -> list[int]:
@@ -98,13 +104,13 @@ def _divides_channels(kv_heads: int, channels: int, tp: int | Column) -> Truth:
 
 
 def _kv_heads(case: Case[L]) -> Truth:
-    return all_of(_divides_or_repeats(n, case.layout.tp) for n in _kv_head_counts(case.requirements))
+    return all_of(_divides_or_repeats(n, case.layout.tp) for _, n in _shared_counts(case.requirements))
 
 
 def _kv_heads_text(case: Case[Layout]) -> Words:
     tp = case.layout.tp
-    n = next(n for n in _kv_head_counts(case.requirements) if not _divides_or_repeats(n, tp))
-    message = f"tp {tp} neither divides kv_heads={n} nor is divided by it"
+    dim, n = next((dim, n) for dim, n in _shared_counts(case.requirements) if not _divides_or_repeats(n, tp))
+    message = f"tp {tp} neither divides {dim}={n} nor is divided by it"
     return message, f"use tp {_nearest_degrees(case, tp, _allowed_tps(case.requirements))}"
 
 
@@ -124,7 +130,8 @@ SIZE_RULES = (
     _divides("tp-heads", "tp divides the attention heads.", "tp", "transformer_config.py:925", _heads),
     Rule(
         id="tp-kv-heads",
-        sentence="tp divides the key/value heads, or is divided by them (they are then repeated).",
+        sentence="tp divides the key/value heads and the groups of Mamba-2, or is divided by them (they are then "
+        "repeated).",
         fix="use tp that divides them or is a multiple of them",
         owner=Owner.CORE,
         source="transformer_config.py:943",

@@ -168,10 +168,7 @@ def comparison_report(comparison: Comparison, plan: Plan) -> RenderableType:
 def _zeroed(nodes: tuple[str, ...]) -> str:
     """Return which dropout both runs had set to 0."""
     more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-    return (
-        f"\ndropout of fused attention and of experts was set to 0 in both runs ({nodes[0]}{more}): its masks depend "
-        "on the layout"
-    )
+    return f"\ndropout of fused attention was set to 0 in both runs ({nodes[0]}{more}): its masks depend on the layout"
 
 
 def _differing_gradients(comparison: Comparison) -> RenderableType:

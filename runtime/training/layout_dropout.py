@@ -1,6 +1,6 @@
 """Dropout whose masks depend on the layout: that of fused attention and of copies of a layer, such as experts.
 
-`without_dropout` sets it to 0, so that layouts of the rest can be compared.
+`without_dropout` sets that of attention to 0, so that layouts of the rest can be compared.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Collection
 from attrs import evolve
 
 from megaloom.dsl import Attend, Attention, Drop, Split
+from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.node import Node, primitives
 from megaloom.dsl.rewriting import rewritten
@@ -20,30 +21,37 @@ from megaloom.runtime.reference.dropout import dropout_rate
 
 
 def layout_dropout(model: Model, layout: Layout) -> tuple[str, ...]:
-    """Return the names of the nodes with dropout whose masks differ between a layout and one process."""
+    """Return the names of the attention layers with dropout whose masks differ between a layout and one process.
+
+    Raise UserError for such a dropout in another layer, such as in experts.
+    """
     splits = layout.split, Split()
-    return tuple(n.name for n in graph(model).nodes if _layout_dropouts(n, splits))
+    nodes = [n for n in graph(model).nodes if _depends_on_layout(n, splits)]
+    for node in nodes:
+        if not isinstance(node.op, Attention):
+            raise UserError(
+                f"cannot verify a model with dropout in {node.name}: its masks depend on the layout\n"
+                "set this dropout to 0 and verify that model; dropout of hidden states has equal masks under every layout"
+            )
+    return tuple(n.name for n in nodes)
 
 
 def without_dropout(model: Model, names: Collection[str]) -> Model:
-    """Return a model in which the dropout of `layout_dropout` is 0 in the nodes of these names."""
+    """Return a model in which the dropout of the attention layers of these names is 0."""
     nodes = [n for n in graph(model).nodes if n.name in names]
     applied = {id(n.value) for n in nodes}
-    dropping = {id(v) for n in nodes for v, *_ in primitives(n.value) if dropout_rate(v.op)}
+    cores = {id(v) for n in nodes for v, *_ in primitives(n.value) if isinstance(v.op, Attend)}
 
     def change(old: Value, copy: Value) -> Value:
-        op = copy.op
-        if id(old) in applied and isinstance(op, Attention):
-            return evolve(copy, op=evolve(op, dropout=0.0))
-        if id(old) not in dropping:
-            return copy
-        assert isinstance(op, Drop | Attend)
-        return evolve(copy, op=evolve(op, rate=0.0) if isinstance(op, Drop) else evolve(op, dropout=0.0))
+        if id(old) in applied or id(old) in cores:
+            assert isinstance(copy.op, Attention | Attend)
+            return evolve(copy, op=evolve(copy.op, dropout=0.0))
+        return copy
 
     return evolve(model, outputs=rewritten(model.outputs, change)) if nodes else model
 
 
-def _layout_dropouts(node: Node, splits: tuple[Split, ...]) -> bool:
+def _depends_on_layout(node: Node, splits: tuple[Split, ...]) -> bool:
     """Return whether some dropout of a node has masks that depend on the layout."""
     for v, _, outer in primitives(node.value):
         if isinstance(v.op, Drop | Attend) and outer and dropout_rate(v.op):

@@ -138,7 +138,8 @@ def compare(
 
     First the gradient of each weight in the first step, then losses and gradient norms of all steps.
 
-    Dropout whose masks depend on the layout is set to 0, unless a reference is given. Other dropout stays.
+    Dropout of fused attention, whose masks depend on the layout, is set to 0, unless a reference is given. Raise
+    UserError for dropout of experts. Other dropout stays.
     """
     model = planned_model(plan)
     check_plan(plan, model)
