@@ -143,6 +143,7 @@ def _params(
     """Return the elements of weights of a node on one device: (dense, of experts)."""
     out = {False: 0, True: 0}
     for outer, shape in weights:
-        n = p.local_elements(shape, outer, sizes, split) // p.head_copies(shape, outer, split)
+        even = any(d.size is not None and d.known % split.tp == 0 for d in (*outer, *shape))
+        n = p.local_elements(shape, outer, sizes, split) // (p.head_copies(shape, outer, split) if even else 1)
         out[p.table.among_experts(outer)] += n
     return out[False], out[True]

@@ -208,13 +208,17 @@ def eager_tensors(op: Op) -> int:
 def fitted(p: Program, split: Split, whole: frozenset[str] = frozenset()) -> Program:
     """Return the program in which no axis shards a dim that `split` does not divide and whose shard policy is `whole`.
 
-    whole: dims that have this policy here, whatever the sharding table says.
+    whole: dims that have this policy here, whatever the sharding table says. A dim of experts that etp does not divide
+    is padded: only bodies compute such experts.
     """
     table = p.table.at(split, whole)
     steps = ((s.outer, v.shape) for s in p.steps for v in (s.value, *s.value.args))
     dims = {(d, p.table.among_experts(outer)) for outer, shape in steps for d in (*outer, *shape)}
-    if all(table.axis(d, inside) == p.table.axis(d, inside) for d, inside in dims):
+    inner = {d.name for d, inside in dims if inside and table.axis(d, inside) == "etp" and (d.size or 0) % split.etp}
+    padded = {name for name in inner if table.dims[name].policy == "even"}
+    if not padded and all(table.axis(d, inside) == p.table.axis(d, inside) for d, inside in dims):
         return p
+    table = evolve(table, dims={n: evolve(e, policy="pad") if n in padded else e for n, e in table.dims.items()})
     return evolve(p, table=table, steps=tuple(Step(s.value, s.name, s.outer, table) for s in p.steps))
 
 

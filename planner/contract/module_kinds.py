@@ -47,6 +47,8 @@ def runs_as_module(node: Node, split: Split) -> bool:
     kind = next((t for t in type(op).__mro__ if t in MODULES), None)
     if kind is None:
         return hasattr(op, "module")
+    if not _shards_keys(node, split):
+        return False
     if not (_has_tokens(node) or _needs_no_tokens(op, split)) or _is_other_dropout(node):
         return False
     has_body_of_kind = getattr(kind, "body", None) is getattr(type(op), "body", None)  # a subclass may override it
@@ -57,6 +59,16 @@ def _shares_weights(node: Node) -> bool:
     """True if a layer has weights that other layers may have too, apart from the table of an embedding or of logits."""
     tables = isinstance(node.op, (Embed, Positions, Unembed)) or hasattr(node.op, "module")
     return not tables and any(not s.name.startswith(f"{node.name}.") for s in node.weights)
+
+
+def _shards_keys(node: Node, split: Split) -> bool:
+    """True if tp divides the key/value heads of a layer, or the channels of all keys and values together."""
+    for slot in node.weights:
+        known = {d.name: d.known for d in slot.dims if d.size is not None}
+        heads, channels = known.get("kv_heads", 0), known.get("head_dim", 0)
+        if heads % split.tp and 2 * heads * channels % split.tp:
+            return False
+    return True
 
 
 def _has_tokens(node: Node) -> bool:

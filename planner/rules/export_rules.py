@@ -10,7 +10,8 @@ from bisect import bisect_right
 from megaloom.dsl import MLA, Graph
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.workload import Workload
+from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.model.requirements import ModelRequirements
 
 from .divisors import divisors, nearest
 from .rule import (
@@ -25,6 +26,7 @@ from .rule import (
     violated,
 )
 from .shared_weights import shared_weight_users
+from .sizes import divides, nearest_degrees
 
 
 def _gradients_reduced(case: Case[L]) -> Truth:
@@ -84,6 +86,31 @@ def _repeated_weight(case: Case[L]) -> str:
     return ""
 
 
+def _expert_precision(case: Case[L]) -> Truth:
+    holds: Truth = (case.layout.ep == 1) | (case.workload.precision is not Precision.FP16)
+    return holds
+
+
+def _expert_precision_text(case: Case[Layout]) -> Words:
+    return f"ep {case.layout.ep} shards experts, which fp16 does not allow", "use bf16, or ep 1"
+
+
+def _kv_channels(case: Case[L]) -> Truth:
+    tp, shapes = case.layout.tp, case.requirements.kv_heads
+    return all_of((n % tp == 0) | (2 * n * channels % tp == 0) for n, channels in shapes)
+
+
+def _kv_channels_text(case: Case[Layout]) -> Words:
+    tp = case.layout.tp
+    n, c = next((n, c) for n, c in case.requirements.kv_heads if n % tp and 2 * n * c % tp)
+    message = f"tp {tp} does not divide the 2 x {n} x {c} = {2 * n * c} channels of keys and values"
+    return message, f"use tp {nearest_degrees(case, tp, divisors(2 * n * c))}"
+
+
+def _inner(requirements: ModelRequirements) -> list[tuple[str, int]]:
+    return requirements.sizes("etp")
+
+
 def _unshared(case: Case[L]) -> Truth:
     return not _repeated_weight(case)
 
@@ -124,6 +151,25 @@ EXPORT_RULES = (
         holds=_own_width,
         explain=_own_width_text,
     ),
+    Rule(
+        id="ep-fp16",
+        sentence="ep is 1 in fp16.",
+        fix="use bf16, or ep 1",
+        owner=Owner.CALLERS,
+        source="Megatron-LM's validate_args",
+        holds=_expert_precision,
+        explain=_expert_precision_text,
+    ),
+    Rule(
+        id="tp-keys",
+        sentence="tp divides the channels of all keys and values, 2 x kv_heads x head_dim, where it exceeds kv_heads.",
+        fix="use tp that divides them",
+        owner=Owner.CORE,
+        source="layers.py:842",
+        holds=_kv_channels,
+        explain=_kv_channels_text,
+    ),
+    divides("etp-width", "etp divides the inner width of each expert.", "etp", "layers.py:842 and 1166", _inner),
     Rule(
         id="latent-sp",
         sentence="Latent attention with tp above 1 needs sequence parallelism.",

@@ -6,7 +6,6 @@ from math import lcm
 
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.own_ops import own_ops
 
 from .divisors import divisors, nearest
@@ -89,15 +88,6 @@ def _etp_experts(case: Case[L]) -> Truth:
 
 def _etp_experts_text(case: Case[Layout]) -> Words:
     return f"etp {case.layout.etp} shards each expert, but the model has none", "use etp 1"
-
-
-def _expert_precision(case: Case[L]) -> Truth:
-    holds: Truth = (case.layout.ep == 1) | (case.workload.precision is not Precision.FP16)
-    return holds
-
-
-def _expert_precision_text(case: Case[Layout]) -> Words:
-    return f"ep {case.layout.ep} shards experts, which fp16 does not allow", "use bf16, or ep 1"
 
 
 def _sequence_parallel(case: Case[L]) -> Truth:
@@ -193,15 +183,6 @@ MESH_RULES = (
         source="megatron-core accepts it and shards nothing over it",
         holds=_etp_experts,
         explain=_etp_experts_text,
-    ),
-    Rule(
-        id="ep-fp16",
-        sentence="ep is 1 in fp16.",
-        fix="use bf16, or ep 1",
-        owner=Owner.CALLERS,
-        source="Megatron-LM's validate_args",
-        holds=_expert_precision,
-        explain=_expert_precision_text,
     ),
     Rule(
         id="sp-tp",

@@ -22,7 +22,7 @@ from .rule import (
 DimSizes = Callable[[ModelRequirements], list[tuple[str, int]]]  # (dim, size) pairs
 
 
-def _divides(id: str, sentence: str, axis: str, source: str, sizes_of: DimSizes) -> Rule:
+def divides(id: str, sentence: str, axis: str, source: str, sizes_of: DimSizes) -> Rule:
     """Return the rule that the degree of an axis divides these sizes."""
 
     def holds(case: Case[L]) -> Truth:
@@ -32,8 +32,8 @@ def _divides(id: str, sentence: str, axis: str, source: str, sizes_of: DimSizes)
     def text(case: Case[Layout]) -> Words:
         degree, dims = getattr(case.layout, axis), sizes_of(case.requirements)
         dim, size = next((dim, size) for dim, size in dims if size % degree)
-        allowed = _allowed_tps(case.requirements) if axis == "tp" else divisors(*(n for _, n in dims))
-        return f"{axis} {degree} does not divide {dim}={size}", f"use {axis} {_nearest_degrees(case, degree, allowed)}"
+        allowed = allowed_tps(case.requirements) if axis == "tp" else divisors(*(n for _, n in dims))
+        return f"{axis} {degree} does not divide {dim}={size}", f"use {axis} {nearest_degrees(case, degree, allowed)}"
 
     return Rule(
         id=id,
@@ -54,26 +54,18 @@ def _width(requirements: ModelRequirements) -> list[tuple[str, int]]:
     return requirements.sizes("tp", "heads", "kv_heads")
 
 
-def _inner(requirements: ModelRequirements) -> list[tuple[str, int]]:
-    return requirements.sizes("etp")
-
-
 def _experts(requirements: ModelRequirements) -> list[tuple[str, int]]:
     return requirements.sizes("ep")
 
 
-def _allowed_tps(requirements: ModelRequirements) -> list[int]:
+def allowed_tps(requirements: ModelRequirements) -> list[int]:
     """Return every tp that the rules of sizes allow."""
     common = divisors(*(size for _, size in (*_heads(requirements), *_width(requirements))))
-    counts, shapes = [n for _, n in _shared_counts(requirements)], _kv_head_shapes(requirements)
-    return [
-        tp
-        for tp in common
-        if all(_divides_or_repeats(n, tp) for n in counts) and all(_divides_channels(n, c, tp) for n, c in shapes)
-    ]
+    counts = [n for _, n in _shared_counts(requirements)]
+    return [tp for tp in common if all(_divides_or_repeats(n, tp) for n in counts)]
 
 
-def _nearest_degrees(case: Case[Layout], degree: int, allowed: Iterable[int]) -> str:
+def nearest_degrees(case: Case[Layout], degree: int, allowed: Iterable[int]) -> str:
     """Return the nearest of the allowed degrees that divide the number of devices, in words."""
     return nearest(degree, [n for n in allowed if case.cluster.count % n == 0])
 
@@ -90,17 +82,8 @@ def _kv_head_counts(requirements: ModelRequirements) -> list[int]:
     return [n for n in requirements.divided_sizes.get(("tp", "kv_heads"), ()) if n not in heads]
 
 
-def _kv_head_shapes(requirements: ModelRequirements) -> list[tuple[int, int]]:
-    """Return (number, channels) of the key/value heads whose number differs from that of the query heads."""
-    return [(n, c) for n, c in requirements.kv_heads if n in _kv_head_counts(requirements)]
-
-
 def _divides_or_repeats(kv_heads: int, tp: int | Column) -> Truth:
     return (kv_heads % tp == 0) | (tp % kv_heads == 0)
-
-
-def _divides_channels(kv_heads: int, channels: int, tp: int | Column) -> Truth:
-    return 2 * kv_heads * channels % tp == 0
 
 
 def _kv_heads(case: Case[L]) -> Truth:
@@ -111,23 +94,11 @@ def _kv_heads_text(case: Case[Layout]) -> Words:
     tp = case.layout.tp
     dim, n = next((dim, n) for dim, n in _shared_counts(case.requirements) if not _divides_or_repeats(n, tp))
     message = f"tp {tp} neither divides {dim}={n} nor is divided by it"
-    return message, f"use tp {_nearest_degrees(case, tp, _allowed_tps(case.requirements))}"
-
-
-def _kv_channels(case: Case[L]) -> Truth:
-    shapes = _kv_head_shapes(case.requirements)
-    return all_of(_divides_channels(n, c, case.layout.tp) for n, c in shapes) | (_kv_heads(case) == 0)
-
-
-def _kv_channels_text(case: Case[Layout]) -> Words:
-    tp = case.layout.tp
-    n, c = next((n, c) for n, c in _kv_head_shapes(case.requirements) if not _divides_channels(n, c, tp))
-    message = f"tp {tp} does not divide the 2 x {n} x {c} = {2 * n * c} channels of keys and values"
-    return message, f"use tp {_nearest_degrees(case, tp, _allowed_tps(case.requirements))}"
+    return message, f"use tp {nearest_degrees(case, tp, allowed_tps(case.requirements))}"
 
 
 SIZE_RULES = (
-    _divides("tp-heads", "tp divides the attention heads.", "tp", "transformer_config.py:925", _heads),
+    divides("tp-heads", "tp divides the attention heads.", "tp", "transformer_config.py:925", _heads),
     Rule(
         id="tp-kv-heads",
         sentence="tp divides the key/value heads and the groups of Mamba-2, or is divided by them (they are then "
@@ -138,16 +109,6 @@ SIZE_RULES = (
         holds=_kv_heads,
         explain=_kv_heads_text,
     ),
-    Rule(
-        id="tp-keys",
-        sentence="tp divides the channels of all keys and values, 2 x kv_heads x head_dim, where it exceeds kv_heads.",
-        fix="use tp that divides them",
-        owner=Owner.CORE,
-        source="layers.py:842",
-        holds=_kv_channels,
-        explain=_kv_channels_text,
-    ),
-    _divides("tp-width", "tp divides the inner width of each dense layer.", "tp", "layers.py:842 and 1166", _width),
-    _divides("etp-width", "etp divides the inner width of each expert.", "etp", "layers.py:842 and 1166", _inner),
-    _divides("ep-experts", "ep divides the experts.", "ep", "moe_layer.py:101", _experts),
+    divides("tp-width", "tp divides the inner width of each dense layer.", "tp", "layers.py:842 and 1166", _width),
+    divides("ep-experts", "ep divides the experts.", "ep", "moe_layer.py:101", _experts),
 )

@@ -31,7 +31,7 @@ def layout_dropout(model: Model, layout: Layout) -> tuple[str, ...]:
         if not isinstance(node.op, Attention):
             raise UserError(
                 f"cannot verify a model with dropout in {node.name}: its masks depend on the layout\n"
-                "set this dropout to 0 and verify that model; dropout of hidden states has equal masks under every layout"
+                "set this dropout to 0 and verify that model; that of hidden states has equal masks under every layout"
             )
     return tuple(n.name for n in nodes)
 

@@ -18,8 +18,10 @@ from megaloom.dsl import (
     Embed,
     Layer,
     LayerNorm,
+    Mamba2,
     MoE,
     NextToken,
+    Split,
     Unembed,
     Value,
     dot,
@@ -35,6 +37,7 @@ from megaloom.planner.contract.choices import OverlapSet, Recompute
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.divisors import divisors
@@ -91,7 +94,6 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("llama3-8b", {"tp": 16}, {}, "", "", {}),  # 8 key/value heads, each on two ranks
     ("mixtral-8x7b", {"ep": 3, "dp": 3}, {"batch": 63}, "ep-experts", "use ep 1", {"ep": 1}),
     ("mixtral-8x7b", {"ep": 8, "dp": 4}, {}, "expert-grid", "use ep 4, or 8 devices", {"ep": 4}),
-    ("mixtral-8x7b", {"ep": 2, "etp": 3, "dp": 6}, {"batch": 60}, "etp-width", "use etp 2", {"etp": 1}),
     ("llama3-8b", {"ep": 2, "dp": 2}, {}, "no-experts", "use ep 1", {"ep": 1}),
     ("llama3-8b", {"etp": 2, "tp": 2}, {}, "etp-experts", "use etp 1", {"etp": 1}),
     ("gpt2", {"sequence_parallel": True}, {}, "sp-tp", "use tp 2 or more, or", {"sequence_parallel": False}),
@@ -202,7 +204,7 @@ def test_a_rule_refuses_and_its_fix_works(
 
 
 def test_every_rule_is_shown_to_refuse() -> None:
-    elsewhere = {"ep-fp16", "tp-kv-heads", "tp-keys", "tp-width", "recompute-blocks", "precision"}
+    elsewhere = {"tp-kv-heads", "tp-width", "recompute-blocks", "precision"}
     elsewhere |= {"overlap-experts-precision", "own-ops"}
     assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*RANGE_RULES, *RULES)}
 
@@ -221,14 +223,28 @@ def test_a_message_says_what_and_where() -> None:
 
 @pytest.mark.parametrize(
     ("kv", "tp", "rule"),
-    [(6, 4, "tp-kv-heads"), (6, 3, ""), (3, 6, ""), (2, 12, "tp-keys"), (2, 4, ""), (4, 6, "tp-kv-heads")],
+    [(6, 4, "tp-kv-heads"), (6, 3, ""), (3, 6, ""), (2, 12, ""), (2, 4, ""), (4, 6, "tp-kv-heads")],
 )
 def test_key_value_heads_divide_or_repeat(kv: int, tp: int, rule: str) -> None:
+    """megatron-core also wants tp to divide their channels, where the runtime computes a layer by its body."""
     wte = weight("wte", Dim("vocab", 64), Dim("embed", 48))
     m = model("gqa", ids() >> Embed(wte) >> residual(Attention(heads=12, kv_heads=kv)) >> Unembed(wte) >> NextToken())
     machine = evolve(cluster("1xH100"), count=tp)
     refusals = [v.rule for v in violations(Layout(tp=tp), graph(m), Workload(seq=64, batch=8), machine)]
     assert refusals == ([rule] if rule else [])
+    channels = 2 * kv * 4 % tp != 0
+    exported = export_violations(Layout(tp=tp), graph(m), Workload(seq=64, batch=8), machine)
+    assert [v.rule for v in exported] == (["tp-keys"] if channels else [])
+    (attention,) = (n for n in graph(m).nodes if isinstance(n.op, Attention))
+    assert runs_as_module(attention, Split(tp=tp)) != channels
+
+
+@pytest.mark.parametrize(("groups", "tp", "rule"), [(1, 2, ""), (3, 2, "tp-kv-heads"), (2, 4, ""), (4, 2, "")])
+def test_the_groups_of_a_scan_divide_or_repeat(groups: int, tp: int, rule: str) -> None:
+    g, work, machine = four_devices(Mamba2(heads=12, head_dim=4, state=4, groups=groups))
+    layout = Layout(tp=tp, dp=4 // tp)
+    assert [v.rule for v in violations(layout, g, work, machine)] == ([rule] if rule else [])
+    assert ["own-width"] == [v.rule for v in export_violations(layout, g, work, machine)] or groups % tp == 0
 
 
 class Wide(Layer):
@@ -272,11 +288,22 @@ def test_tp_divides_the_width_of_a_dense_layer() -> None:
     assert "recompute-blocks" in [v.rule for v in violations(Layout(recompute=Recompute.FULL), g, workload, machine)]
 
 
-def test_experts_do_not_lie_on_ep_in_fp16() -> None:
+def test_megatron_lm_alone_refuses_experts_on_ep_in_fp16() -> None:
     g, machine = example("mixtral-8x7b"), cluster("8xH100")
     for precision, result in ((Precision.FP16, ["ep-fp16"]), (Precision.BF16, [])):
-        work = Workload(seq=1024, batch=8, precision=precision)
-        assert [v.rule for v in violations(Layout(dp=8, ep=8), g, work, machine)] == result
+        case = Layout(dp=8, ep=8), g, Workload(seq=1024, batch=8, precision=precision), machine
+        assert violations(*case) == ()
+        assert [v.rule for v in export_violations(*case)] == result
+
+
+def test_megatron_core_alone_refuses_experts_that_etp_does_not_divide() -> None:
+    """The runtime pads them, and computes them by the body of the layer."""
+    g, machine = example("mixtral-8x7b"), evolve(cluster("1xH100"), count=6)
+    case = Layout(ep=2, etp=3, dp=6), g, Workload(seq=1024, batch=60), machine
+    assert violations(*case) == ()
+    assert [(v.rule, v.fix) for v in export_violations(*case)] == [("etp-width", "use etp 2")]
+    mixture = next(n for n in g.nodes if isinstance(n.op, MoE))
+    assert [runs_as_module(mixture, Split(etp=etp)) for etp in (2, 3)] == [True, False]
 
 
 def test_the_exchange_of_experts_overlaps_in_16_bits_alone() -> None:

@@ -17,7 +17,7 @@ from megaloom.planner.rules.rules import violations
 from tests.support.legality.random_cases import Case, declared, drawn
 
 COUNT, SEED = 2000, 5
-SIZES = {"tp-heads", "tp-kv-heads", "tp-keys", "tp-width"}  # a tp that suits one must suit all
+SIZES = {"tp-heads", "tp-kv-heads", "tp-width"}  # a tp that suits one must suit all
 NAMES = {"micro-batch": "micro_batch", "microbatch-group": "microbatch_group", "sequence": "seq"}
 WORDS = r"dp|tp|pp|vpp|cp|ep|etp|batch|micro-batch|microbatch-group|seq|sequence"
 NUMBERED = re.compile(rf"(?<![\w-])(?:--)?({WORDS})(?: of)? (\d+)(?: or (\d+))?")
@@ -57,4 +57,4 @@ def test_what_is_said_to_work_works() -> None:
                 layout, work, devices = mended(case, change)
                 left = {v.rule for v in violations(layout, g, work, devices)}
                 assert not left & (SIZES if wrong.rule in SIZES else {wrong.rule}), (case, wrong, change)
-    assert {"world", "expert-grid", "tp-heads", "tp-keys", "batch", "seq", "microbatch-group", "stages"} <= {*tried}
+    assert {"world", "expert-grid", "tp-heads", "tp-kv-heads", "batch", "seq", "microbatch-group", "stages"} <= {*tried}
