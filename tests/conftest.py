@@ -14,6 +14,7 @@ from hypothesis import settings
 from tests.support.paths import TEST_MODELS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts: ranks and test workers share the cores
+os.environ.setdefault("MEGALOOM_MACHINE", "4xCPU")  # no test measures this machine, or depends on its cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background jobs ignore it, and pass that on
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are the same everywhere: processes over gloo

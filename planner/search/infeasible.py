@@ -5,7 +5,7 @@ Each function returns the text of a UserError: what is wrong, where, and the sma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -68,6 +68,19 @@ def check_ranges(fixed: FixedAxes, g: Graph, workload: Workload, machine: Cluste
         )
 
 
+class NoLegalLayoutError(UserError):
+    """No layout with the fixed fields is legal on the cluster."""
+
+
+Advice = Callable[[Cluster], str | None]
+"""Returns the words of the command line that give a larger cluster or one of other devices; None if there are none."""
+
+
+def gpus_option(other: Cluster) -> str | None:
+    """Return the option of `plan` that gives another cluster."""
+    return f"--gpus {other}"
+
+
 def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     """Return the message for a search without legal layouts.
 
@@ -96,7 +109,7 @@ def _distance_from_legal(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[i
     return axes, x.tp * x.pp * x.cp + x.ep * x.etp, len(broken)
 
 
-def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
+def nothing_fits(pricer: Pricer, candidates: Candidates, advice: Advice = gpus_option) -> str:
     """Return the message for a search in which nothing fits: the smallest deficit, and changes that help."""
     nearest, fixed = leanest(candidates), candidates.fixed
     if nearest is None:
@@ -108,10 +121,14 @@ def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
     ]
     changes = [f"{change} fits: {partition.layout}" for change, partition in _other_values(pricer, fixed)]
     if not changes:
-        changes = [f"{change} fits: {partition.layout}" for change, partition in _changed(pricer, nearest, fixed)]
+        changes = [
+            f"{change} fits: {partition.layout}" for change, partition in _changed(pricer, nearest, fixed, advice)
+        ]
     if fixed and not changes:
         without = f"fits, without {fixed_text(fixed)}"
-        changes = [f"{change} {without}: {partition.layout}" for change, partition in _changed(pricer, nearest, {})]
+        changes = [
+            f"{change} {without}: {partition.layout}" for change, partition in _changed(pricer, nearest, {}, advice)
+        ]
     return "\n".join([*lines, *(changes or ["use a smaller model, or devices with more memory"])])
 
 
@@ -143,13 +160,13 @@ def _other_values(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
         yield f"a layout without {fixed_text(fixed)}", partition
 
 
-def _changed(pricer: Pricer, nearest: Partition, fixed: FixedAxes) -> Iterator[Change]:
+def _changed(pricer: Pricer, nearest: Partition, fixed: FixedAxes, advice: Advice) -> Iterator[Change]:
     """Yield for each kind of change the smallest one with which a layout fits."""
     kinds = (
         _less_headroom(pricer, nearest),
         _lower_precision(pricer),
-        _more_devices(pricer, fixed),
-        _larger_devices(pricer),
+        _more_devices(pricer, fixed, advice),
+        _larger_devices(pricer, advice),
         _shorter_sequences(pricer),
     )
     for kind in kinds:
@@ -175,21 +192,23 @@ def _lower_precision(pricer: Pricer) -> ChangedPricers:
             yield f"--precision {precision}", _with(pricer, workload=evolve(pricer.workload, precision=precision))
 
 
-def _more_devices(pricer: Pricer, fixed: FixedAxes) -> ChangedPricers:
+def _more_devices(pricer: Pricer, fixed: FixedAxes, advice: Advice) -> ChangedPricers:
     """Yield larger clusters of the same device, unless dp is fixed."""
     for times in GROWTH if "dp" not in fixed else ():
-        if larger := _devices(pricer.cluster, pricer.cluster.count * times, pricer.cluster.kind):
-            yield f"--gpus {larger}", _with(pricer, cluster=larger)
+        larger = _devices(pricer.cluster, pricer.cluster.count * times, pricer.cluster.kind)
+        if larger and (option := advice(larger)):
+            yield option, _with(pricer, cluster=larger)
 
 
-def _larger_devices(pricer: Pricer) -> ChangedPricers:
+def _larger_devices(pricer: Pricer, advice: Advice) -> ChangedPricers:
     """Yield as many devices with more memory each, the least memory first."""
     now, precision = pricer.cluster, pricer.workload.precision
     devices = {kind: it.device for kind, it in PRESETS.items() if precision in it.device.flops and kind != "CPU"}
     larger = [kind for kind, device in devices.items() if device.nbytes > now.device.nbytes]
     for kind in sorted(larger, key=lambda kind: devices[kind].nbytes):
-        if other := _devices(now, now.count, kind):
-            yield f"--gpus {other}", _with(pricer, cluster=other)
+        other = _devices(now, now.count, kind)
+        if other and (option := advice(other)):
+            yield option, _with(pricer, cluster=other)
 
 
 def _shorter_sequences(pricer: Pricer) -> ChangedPricers:

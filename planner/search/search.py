@@ -33,8 +33,11 @@ from .candidates import Candidates
 from .device_meshes import best_of_each_mesh, device_mesh
 from .infeasible import (
     PLAIN_AXES,
+    Advice,
+    NoLegalLayoutError,
     check_ranges,
     checked_fixed,
+    gpus_option,
     nothing_fits,
     nothing_legal,
 )
@@ -110,6 +113,7 @@ def plan(
     runtime: Runtime = Runtime.MEGALOOM,
     on_progress: Callable[[Progress], None] | None = None,
     keep_incumbent: bool = False,
+    advice: Advice = gpus_option,
 ) -> Found:
     """Return the fastest legal layout that fits the memory, with runners-up, reasons and neighbours.
 
@@ -121,7 +125,9 @@ def plan(
     runtime: the framework that will run the plan, which decides legal layouts and costs.
     on_progress: is called from the first layout that fits, then about ten times a second.
     keep_incumbent: on KeyboardInterrupt, return the best layout so far, if there is one.
-    Raises UserError if no legal layout has the fixed fields, or none fits: with the smallest changes that help.
+    advice: returns the words in which the message says to use another cluster.
+    Raises NoLegalLayoutError if no legal layout has the fixed fields, UserError if none fits: with the smallest changes
+    that help.
     """
     began = perf_counter()
     chosen = checked_fixed(fixed or {})
@@ -132,7 +138,7 @@ def plan(
         solver.find_incumbent(Candidates(pricer, {**PLAIN_AXES, **chosen}))
         candidates = Candidates(pricer, chosen)
         if not candidates.count:
-            raise UserError(nothing_legal(pricer, chosen))
+            raise NoLegalLayoutError(nothing_legal(pricer, chosen))
         simulated = solver.search(candidates, PROVEN_MESHES, SIMULATED)
     except KeyboardInterrupt:
         if not keep_incumbent or solver.progress is None:
@@ -140,7 +146,7 @@ def plan(
         candidates, gap = candidates or Candidates(pricer, chosen), solver.progress.gap
         simulated = solver.fastest(SIMULATED)
     if not simulated:
-        raise UserError(nothing_fits(pricer, candidates))
+        raise UserError(nothing_fits(pricer, candidates, advice))
     best, *others = best_of_each_mesh(simulated)
     shown = {priced.layout for priced in (best, *others)}
     rivals, rejected = priced_neighbours(best.layout, pricer, chosen)

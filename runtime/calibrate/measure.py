@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,9 +21,11 @@ from megaloom.planner.hardware.calibration import COLLECTIVE_KINDS, SMALL_MESSAG
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.host import host_memory
 
-SERIES_SECONDS = 0.1
-"""Duration of a series of one operation: longer than the scheduler makes processes wait that share a core."""
+SERIES_SECONDS, BRIEF_SERIES_SECONDS = 0.1, 0.04
+"""Duration of a series of one operation: longer than the scheduler makes processes wait that share a core. The brief
+one is for processes that have a core each."""
 SERIES = 3  # per operation; the fastest counts
 SMALL_OPS, KERNELS_PER_OP = 40, 8
 """Small operations in a sequence, and the kernels of each with its backward pass."""
@@ -45,20 +46,42 @@ class Measurements:
     seconds: float  # for the whole measurement
 
 
-def measure_devices(count: int) -> Measurements:
+@frozen
+class Scope:
+    """What is measured: everything, or in a few seconds what a plan for CPU processes of this machine needs."""
+
+    seconds: float = SERIES_SECONDS  # of a series
+    products: tuple[tuple[torch.dtype, int, int, int], ...] | None = None  # None: those of this device
+    attention: int | None = None  # number of sizes; None for all
+    all_groups: bool = True  # of collectives; else only that of all devices
+
+
+def brief(precision: str, *, shared: bool) -> Scope:
+    """Return what to measure in a few seconds for CPU processes that compute in fp32 and in this precision.
+
+    shared: processes share a core, so that a short series may fall between two turns.
+    """
+    dtypes = {torch.float32, next(dtype for dtype, name in NAMES.items() if name == precision)}
+    products = [(dtype, *shape) for dtype in sorted(dtypes, key=str) for shape in BRIEF_PRODUCTS]
+    return Scope(SERIES_SECONDS if shared else BRIEF_SERIES_SECONDS, tuple(products), 1, all_groups=False)
+
+
+def measure_devices(count: int, scope: Scope = Scope()) -> Measurements:
     """Measure `count` devices of this machine; as a rank of a job, all devices of the job."""
     if started_by_launcher():
         join()
-        return _measure_on_rank()
-    results: list[Measurements] = launcher.run(_measure_on_rank, (), count)
+        return _measure_on_rank(scope)
+    results: list[Measurements] = launcher.run(_measure_on_rank, (scope,), count)
     return results[0]
 
 
-def _measure_on_rank() -> Measurements:
+def _measure_on_rank(scope: Scope) -> Measurements:
     """Measure on this rank, at once with all others."""
     start, world, node = time.perf_counter(), dist.get_world_size(), _ranks_per_node()
-    samples = (*_kernels(), *(s for n, stride in _groups(world, node) for s in _collectives(n, stride)))
-    nbytes, units = psutil.virtual_memory().total // node, 1
+    groups = [group for group in _groups(world, node) if scope.all_groups or group[0] in (node, world // node)]
+    collectives = (s for n, stride in groups for s in _collectives(n, stride, scope.seconds))
+    samples = (*_kernels(scope), *collectives)
+    nbytes, units = host_memory() // node, 1
     if device.gpu_count():
         properties = torch.cuda.get_device_properties(device.current())
         nbytes, units = properties.total_memory, properties.multi_processor_count
@@ -85,21 +108,24 @@ def _groups(world: int, node: int) -> Iterator[tuple[int, int]]:
         yield world // node, node
 
 
-def _kernels() -> Iterator[Sample]:
+def _kernels(scope: Scope) -> Iterator[Sample]:
+    series = scope.seconds
     free = torch.cuda.mem_get_info()[0] if device.gpu_count() else 2**28
     dtype_16 = _fast_16_bit_dtype() if device.gpu_count() else torch.float32
-    for dtype, m, n, k in _products():
+    for dtype, m, n, k in scope.products or _products():
         if 4 * dtype.itemsize * max(m * n, m * k, n * k) <= free and (run := _product(dtype, m, n, k)):
-            yield Sample(kind="product", precision=NAMES[dtype], shape=(m, n, k), seconds=_timed(run))
-    for heads, tokens, channels in ATTENTION_ON_GPU if device.gpu_count() else ATTENTION_ON_CPU:
-        run = _attention(dtype_16, heads, tokens, channels)
-        yield Sample(kind="attention", precision=NAMES[dtype_16], shape=(heads, tokens, channels), seconds=_timed(run))
+            yield Sample(kind="product", precision=NAMES[dtype], shape=(m, n, k), seconds=_timed(run, series))
+    sizes = ATTENTION_ON_GPU if device.gpu_count() else ATTENTION_ON_CPU
+    for heads, tokens, channels in sizes[: scope.attention]:
+        run, shape = _attention(dtype_16, heads, tokens, channels), (heads, tokens, channels)
+        yield Sample(kind="attention", precision=NAMES[dtype_16], shape=shape, seconds=_timed(run, series))
     nbytes = min(2**30, free // 8) // 2**20 * 2**20
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device.current()) for _ in range(2))
-    yield Sample(kind="copy", nbytes=2 * nbytes, seconds=_timed(lambda: target.copy_(source)))
-    yield Sample(kind="launch", seconds=_timed(_small_ops) / (SMALL_OPS * KERNELS_PER_OP))
+    yield Sample(kind="copy", nbytes=2 * nbytes, seconds=_timed(lambda: target.copy_(source), series))
+    yield Sample(kind="launch", seconds=_timed(_small_ops, series) / (SMALL_OPS * KERNELS_PER_OP))
 
 
+BRIEF_PRODUCTS = ((256, 256, 256), (512, 512, 512), (1024, 512, 128))
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 
@@ -171,14 +197,14 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, device=device.current(), dtype=dtype)
 
 
-def _collectives(size: int, stride: int) -> Iterator[Sample]:
+def _collectives(size: int, stride: int, series: float) -> Iterator[Sample]:
     """Yield the times of all collectives, with small and large messages, in all groups of this size at once."""
     group, members = _group(size, stride)
     large = 2**28 if device.gpu_count() else 2**23
     for kind in ("send", *COLLECTIVE_KINDS):
         for nbytes in (SMALL_MESSAGE // 16, large):
             run = _exchange(kind, nbytes, group, members)
-            yield Sample(kind=kind, nbytes=nbytes, devices=size, stride=stride, seconds=_timed(run))
+            yield Sample(kind=kind, nbytes=nbytes, devices=size, stride=stride, seconds=_timed(run, series))
     dist.destroy_process_group(group)
 
 
@@ -218,10 +244,10 @@ def _exchange(kind: str, nbytes: int, group: Any, members: list[int]) -> Callabl
     }[kind]
 
 
-def _timed(run: Callable[[], Any]) -> float:
-    """Return the seconds of one call on the slowest rank: the mean of the fastest of a few series."""
+def _timed(run: Callable[[], Any], series: float) -> float:
+    """Return the seconds of one call on the slowest rank: the mean of the fastest of a few series of that duration."""
     _series(run, 1)
-    count = max(1, min(10_000, round(SERIES_SECONDS / _series(run, 2))))
+    count = max(1, min(10_000, round(series / _series(run, 2))))
     return min(_series(run, count) for _ in range(SERIES))
 
 

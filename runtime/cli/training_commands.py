@@ -84,7 +84,7 @@ def train_by_plan(
     precision
         Precision of activations and matrix products. [default: bf16 on GPUs, fp32 on CPU]
     devices
-        Number of devices. [default: all GPUs; 4 processes on CPU]
+        Number of devices. [default: all GPUs; on CPU a process for each core]
     out
         Folder for checkpoints and metrics. [default: the run's, or runs/MODEL]
     save_every
@@ -192,7 +192,7 @@ def measure(
     Parameters
     ----------
     gpus
-        Number of devices, which all work at once. [default: all GPUs; 4 processes on CPU]
+        Number of devices, which all work at once. [default: all GPUs; on CPU a process for each core]
     output
         The file for the profile.
     """

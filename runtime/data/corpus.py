@@ -77,15 +77,6 @@ def is_dataset(word: str) -> bool:
     return is_indexed(_prefix(word))
 
 
-def known_ids(words: Sequence[str]) -> TokenIds | None:
-    """Return the ids of --data where they are known at once: of text, and of datasets with a description."""
-    names = parse_blend(words).names
-    if len(names) == 1 and not is_dataset(names[0]):
-        return BYTE_IDS if names[0] == STDLIB or Path(names[0]).expanduser().exists() else None
-    descriptions = [read_description(_prefix(name)) for name in names if is_dataset(name)]
-    return next((each.ids for each in descriptions if each), None)
-
-
 def open_corpus(
     words: Sequence[str],
     split: str | None,
@@ -97,6 +88,20 @@ def open_corpus(
 
     Text is copied into `folder`, after `check` has been called with its ids.
     """
+    corpus = indexed_corpus(words, split, check, unit)
+    return _text_corpus(parse_blend(words).names[0], split, folder) if corpus is None else corpus
+
+
+def indexed_corpus(
+    words: Sequence[str],
+    split: str | None,
+    check: Callable[[TokenIds], None] = lambda ids: None,
+    unit: SplitUnit = SplitUnit.SEQUENCES,
+) -> Corpus | None:
+    """Return the data of --data if they are indexed datasets; None for text. Raise UserError for bad data.
+
+    Nothing is written. `check` is called with the ids of the data.
+    """
     blend = parse_blend(words)
     prefixes = [_prefix(name) for name in blend.names]
     if all(is_indexed(prefix) for prefix in prefixes):
@@ -105,7 +110,7 @@ def open_corpus(
         return corpus
     if len(prefixes) == 1:
         check(BYTE_IDS)
-        return _text_corpus(blend.names[0], split, folder)
+        return None
     name = next(n for n, prefix in zip(blend.names, prefixes, strict=True) if not is_indexed(prefix))
     if name != STDLIB and not Path(name).expanduser().exists():
         raise UserError(f"no file, folder or indexed dataset {name}\ngive --data prefixes of indexed datasets")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from megaloom.dsl.errors import UserError
+
+LOCK = ".lock"  # name of the file with the lock
 
 
 @contextlib.contextmanager
@@ -20,7 +24,7 @@ def locked_folder(folder: Path, *, held: str, choose: str) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
+        file = (folder / LOCK).open("w")
     except OSError as error:
         raise UserError(f"cannot write in {folder}: {error.strerror}\n{choose}") from None
     with file:
@@ -29,6 +33,19 @@ def locked_folder(folder: Path, *, held: str, choose: str) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(held) from None
         yield
+
+
+def check_free(folder: Path, *, held: str, choose: str) -> None:
+    """Raise UserError if `locked_folder` would: the folder is locked or cannot be written. Nothing is created."""
+    if (folder / LOCK).exists():
+        with locked_folder(folder, held=held, choose=choose):
+            return
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    reason = "" if existing.is_dir() else os.strerror(errno.ENOTDIR)
+    if not reason and not os.access(existing, os.W_OK | os.X_OK):
+        reason = os.strerror(errno.EROFS if os.statvfs(existing).f_flag & os.ST_RDONLY else errno.EACCES)
+    if reason:
+        raise UserError(f"cannot write in {folder}: {reason}\n{choose}")
 
 
 @contextlib.contextmanager

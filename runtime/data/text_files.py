@@ -70,6 +70,14 @@ def gather(source: str, folder: Path) -> GatheredText:
     return GatheredText(digest, len(names), train, held_out)
 
 
+def existing(source: str) -> Path:
+    """Return the path of a file or folder of text. Raise UserError if there is none."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise UserError(f"no file or folder {source}\ngive a file or a folder of text, or {STDLIB!r}")
+    return path
+
+
 def unreadable(source: str, error: OSError) -> UserError:
     """Return the error for a file or folder of a source that cannot be read."""
     return UserError(f"cannot read {source}: {error.strerror}: {error.filename or source}")
@@ -131,9 +139,7 @@ def text_files(source: str, tables: str | None = None) -> tuple[Path, list[str]]
         root = Path(sysconfig.get_path("stdlib"))
         names = [n for n in _walk(root, hidden) if n.endswith(".py") and not NOT_STDLIB & {*n.split("/")}]
     else:
-        root = Path(source).expanduser()
-        if not root.exists():
-            raise UserError(f"no file or folder {source}\ngive a file or a folder of text, or {STDLIB!r}")
+        root = existing(source)
         root, names = (root, list(_walk(root, hidden))) if root.is_dir() else (root.parent, [root.name])
     kinds = {name: TEXT if tables and name.endswith(tables) else _kind(root / name) for name in names}
     text = sorted(name for name, kind in kinds.items() if kind == TEXT)

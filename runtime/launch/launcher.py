@@ -34,6 +34,7 @@ from attrs import define, field
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.host import usable_cores
 
 from . import rank
 from .rank import Failure, RankContext, Returned
@@ -99,9 +100,14 @@ def run(
             store = None  # noqa: F841 # an error's traceback would keep the store and its thread alive
 
 
+def most_ranks() -> int:
+    """Return the most ranks that a machine without GPUs starts."""
+    return RANKS_PER_CORE * usable_cores()
+
+
 def check(world: int) -> None:
     """Raise UserError if this process cannot start that many ranks on this machine."""
-    most = RANKS_PER_CORE * len(os.sched_getaffinity(0))
+    most = most_ranks()
     if world < 1:
         raise UserError(f"the number of devices must be at least 1, got {world}")
     if device.gpu_count() and world > device.gpu_count():

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.host import usable_cores
 
 
 @contextlib.contextmanager
@@ -39,4 +40,4 @@ def allocator_variables() -> dict[str, str]:
 
 def threads_per_rank(world: int) -> int:
     """Return the threads per rank, so that all ranks together use no more than the available cores."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // world))
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // world))

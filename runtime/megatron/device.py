@@ -23,9 +23,7 @@ import torch
 from megaloom.dsl.errors import UserError
 
 from . import cpu_shim
-
-CPU_PROCESSES = 4
-"""Processes on a machine without GPUs: enough for two axes of degree 2."""
+from .host import usable_cores
 
 PRESETS = {
     "A100-40GB": r"\bA100-SXM4-40GB",
@@ -47,8 +45,8 @@ gpu_count()  # count now: the CPU shim later replaces `torch.cuda.device_count`
 
 
 def device_count() -> int:
-    """Return the number of devices on this machine: its GPUs, or `CPU_PROCESSES` if it has none."""
-    return gpu_count() or CPU_PROCESSES
+    """Return the number of devices on this machine: its GPUs or, if it has none, a process for each usable core."""
+    return gpu_count() or usable_cores()
 
 
 def backend() -> str:

@@ -1,30 +1,15 @@
-"""Memory of this host, and whether the ranks of a plan that run on its CPUs fit into it."""
+"""Whether the ranks of a plan that run on the CPUs of this host fit into its memory."""
 
 from __future__ import annotations
-
-from pathlib import Path
-
-import psutil
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.host import host_memory
 
 STATE = ("weights", "gradients", "optimizer")
 """Holders of memory that a rank has in any case; activations depend on the kernels."""
-
-CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Files below /sys/fs/cgroup with the memory limit of this container: of control groups version 2, and of version 1."""
-
-
-def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of memory that the processes of this host or container may use together."""
-    limits = [psutil.virtual_memory().total]
-    for name in CGROUP_LIMITS:
-        text = (cgroup / name).read_text().strip() if (cgroup / name).is_file() else "max"
-        limits += [int(text)] if text.isdigit() else []
-    return min(limits)
 
 
 def check_host_memory(plan: Plan, verb: str = "train") -> None:

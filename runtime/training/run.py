@@ -18,12 +18,13 @@ from attrs import asdict, evolve
 
 from megaloom.dsl.catalog import config_of
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, latest
-from megaloom.runtime.data.folder_lock import locked_folder, named_write_errors
+from megaloom.runtime.data.folder_lock import check_free, locked_folder, named_write_errors
 from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.data.token_ids import BYTE_IDS
 from megaloom.runtime.data.tokenizer import tokenizer_of
@@ -42,7 +43,16 @@ from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_a
 from .host_memory import check_host_memory
 from .initial_weights import open_weights
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
-from .run_data import DataOptions, as_sources, check_keep_best, check_rampup, check_tokenizer, open_data, steps_of
+from .run_data import (
+    DataOptions,
+    as_sources,
+    check_data,
+    check_keep_best,
+    check_rampup,
+    check_tokenizer,
+    open_data,
+    steps_of,
+)
 from .run_folder import (
     TOKENIZER_NAME,
     TOKENIZER_OPTION,
@@ -134,6 +144,20 @@ def train(
             collective_timeout=distributed_timeout,
             words=WHILE_TRAINING,
         )[0]
+
+
+def check_start(model: Model, seq: int, folder: Path, data: DataOptions, weights: Path | None) -> None:
+    """Raise UserError for what can be refused before there is a plan: the run's folder, its checkpoints, the data.
+
+    A search takes seconds, and prints a plan. Nothing is written, and `prepare_run` checks all of it again.
+    """
+    check_free(folder, **lock_messages(folder))
+    check_folder(folder)
+    saved = latest(folder, fingerprint=fingerprint(model))
+    if weights is not None and saved is None:
+        open_weights(weights).check(model)
+    maker = SampleMaker.of(graph(model), seq)
+    check_data(data, maker)
 
 
 def prepare_run(
@@ -274,8 +298,13 @@ def locked(folder: Path) -> AbstractContextManager[None]:
 
     Entering raises UserError if another run holds it, or the folder cannot be created.
     """
+    return locked_folder(folder, **lock_messages(folder))
+
+
+def lock_messages(folder: Path) -> dict[str, str]:
+    """Return the messages for a run folder that another run holds or that cannot be written."""
     held = f"another run is training in {folder}\nwait until it ends, or choose another folder with --out"
-    return locked_folder(folder, held=held, choose="choose a writable folder with --out")
+    return {"held": held, "choose": "choose a writable folder with --out"}
 
 
 def _train_as_rank(prepared: Callable[[], TrainingRun], folder: Path, new: bool) -> Summary:

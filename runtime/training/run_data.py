@@ -10,12 +10,11 @@ import torch
 from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
-from megaloom.runtime.data.corpus import Corpus, known_ids, open_corpus
+from megaloom.runtime.data.corpus import Corpus, indexed_corpus, open_corpus, parse_blend
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.split import DEFAULT_SPLIT, SplitUnit
-from megaloom.runtime.data.text_files import STDLIB
+from megaloom.runtime.data.text_files import STDLIB, existing
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer, tokenizer_of
 from megaloom.runtime.engine.steps import Steps
@@ -50,10 +49,13 @@ def split_unit(maker: SampleMaker) -> SplitUnit:
     return SplitUnit.DOCUMENTS if documents else SplitUnit.SEQUENCES
 
 
-def check_vocabulary_of(graph: Graph, seq: int, sources: Sequence[str]) -> None:
-    """Raise UserError unless a model's vocabulary has all ids of the data, as far as that is known without reading."""
-    if ids := known_ids(sources):
-        check_vocabulary(ids, SampleMaker.of(graph, seq))
+def check_data(options: DataOptions, maker: SampleMaker) -> None:
+    """Raise UserError for data that `open_data` refuses, as far as that shows without copying text."""
+    corpus = indexed_corpus(options.sources, options.split, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
+    if corpus is not None:
+        check_text(corpus, maker)
+    elif (source := parse_blend(options.sources).names[0]) != STDLIB:
+        existing(source)
 
 
 def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:

@@ -8,10 +8,10 @@ import shutil
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from attrs import asdict
 
 from megaloom.dsl.catalog import file_name, find
@@ -30,7 +30,6 @@ from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, PlanError
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.report.chrome_trace import replay, write_file
 from megaloom.planner.report.measured.measured_step import read_trace, with_prediction
 from megaloom.planner.rules.plan_check import check_plan
@@ -45,16 +44,18 @@ from megaloom.runtime.cli.defaults import (
     SAVE_EVERY,
     STANDARD_LIBRARY,
 )
+from megaloom.runtime.cli.devices import devices_option, make_plan
+from megaloom.runtime.cli.machine import busy_text, this_machine
+from megaloom.runtime.cli.outside import outside_text
 from megaloom.runtime.cli.printing import fail, print_on_first_rank
 from megaloom.runtime.cli.report import comparison_report, plan_report, summary_report
-from megaloom.runtime.launch import launcher
-from megaloom.runtime.launch.agreement import agreed
+from megaloom.runtime.launch.agreement import agreed, gathered
 from megaloom.runtime.launch.rendezvous import join, launched, started_by_launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.environment import current_environment
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.training.run import train
-from megaloom.runtime.training.run_data import check_vocabulary_of
+from megaloom.runtime.training.run import check_start, train
+from megaloom.runtime.training.run_data import DataOptions
 from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, load_run
 from megaloom.runtime.training.verify import compare
 from megaloom.runtime.weights.kept_files import CONFIG
@@ -88,12 +89,26 @@ def run_train(
     given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
     given |= adapters.given
 
-    def chosen() -> tuple[Plan, Path]:
-        return _plan_and_folder(model, arguments, load_options, options, given, fixed, adapters)
-
     if started_by_launcher():
         launched(_planned_world(model) or load_options["devices"])  # before waiting for ranks that do not come
         join(timeout=timeout)  # each rank reads files of its own: an error of one is raised on all
+    planned = is_run(model) or _is_plan(model)
+    machine = None
+    if started_by_launcher() and not all(gathered(planned)):
+        machine = this_machine(None, _precision(load_options))  # by all ranks, before one of them refuses something
+
+    def chosen() -> tuple[Plan, Path]:
+        if planned:
+            return _existing_plan(model, arguments, options["out"], given)
+        declared, ref = find(model, arguments)
+        declared, folder = adapters.added_to(declared, ref), options["out"] or Path("runs") / file_name(ref)
+        workload = _workload(load_options)
+        data = DataOptions(options["data"], options["split"], options["epochs"])
+        check_start(declared, workload.seq, folder, data, options["weights"])
+        make = partial(search, declared, workload=workload, ref=ref, fixed=fixed_fields(fixed), advice=devices_option)
+        return make_plan(make, load_options["devices"], fixed, machine, workload.precision), folder
+
+    busy = busy_text()  # before this run adds its own load
     plan, folder = agreed(chosen) if started_by_launcher() else chosen()
     note = differences(plan.environment, current_environment())
     print_on_first_rank(plan_report(plan), *([note] if note else []))
@@ -122,7 +137,8 @@ def run_train(
     if recipe.schedule.has_end and recipe.decay_steps is None:
         lowest = min(recipe.min_lr, recipe.lr)
         parts.append(f"the learning rate stays at {lowest:g}; --decay-steps {steps} stretches its schedule")
-    print_on_first_rank(summary_report(summary, plan), *parts)
+    outside = outside_text(plan, summary, busy)
+    print_on_first_rank(summary_report(summary, plan), *([outside] if outside else []), *parts)
     return 0
 
 
@@ -164,25 +180,14 @@ def _planned_world(model: str) -> int | None:
         return None  # raised on all ranks once they have met
 
 
-def _plan_and_folder(
-    model: str,
-    arguments: Arguments,
-    load_options: Mapping[str, Any],
-    options: Mapping[str, Any],
-    given: Mapping[str, Any],
-    fixed: FixedLayout,
-    adapters: AdapterOptions,
-) -> tuple[Plan, Path]:
-    """Return the plan that MODEL has or is, or the fastest one for it, and the folder of the run."""
+def _existing_plan(model: str, arguments: Arguments, out: Path | None, given: Mapping[str, Any]) -> tuple[Plan, Path]:
+    """Return the plan that MODEL is or that its run has, and the folder of the run."""
     if is_run(model):
         check_same(load(Path(model) / PLAN_NAME).model, arguments, model)
-        return _decided(load_run(model).plan, model, given), options["out"] or Path(model)
-    if _is_plan(model):
-        plan = _decided(load(model), model, given)
-        check_same(plan.model, arguments, model)
-    else:
-        plan = _make_plan(model, arguments, load_options, options["data"], fixed, adapters)
-    return plan, options["out"] or Path("runs") / file_name(plan.model)
+        return _decided(load_run(model).plan, model, given), out or Path(model)
+    plan = _decided(load(model), model, given)
+    check_same(plan.model, arguments, model)
+    return plan, out or Path("runs") / file_name(plan.model)
 
 
 def run_verify(path: Path, steps: int, seed: int) -> int:
@@ -221,36 +226,17 @@ def _decided(plan: Plan, path: str, given: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def _make_plan(
-    model: str,
-    arguments: Arguments,
-    load_options: Mapping[str, Any],
-    sources: tuple[str, ...],
-    fixed: FixedLayout,
-    adapters: AdapterOptions,
-) -> Plan:
-    """Return the fastest plan of a model for this machine, or for the job of which this process is a rank."""
-    declared, ref = find(model, arguments)
-    declared = adapters.added_to(declared, ref)
-    workload = Workload(
+def _workload(load_options: Mapping[str, Any]) -> Workload:
+    """Return the sequence length, batch and precision of the options --seq, --batch and --precision."""
+    return Workload(
         seq=DEFAULT_SEQ if load_options["seq"] is None else load_options["seq"],
         batch=DEFAULT_BATCH if load_options["batch"] is None else load_options["batch"],
-        precision=Precision(load_options["precision"] or ("bf16" if device.gpu_count() else "fp32")),
+        precision=_precision(load_options),
     )
-    check_vocabulary_of(graph(declared), workload.seq, sources)
-    machine = cluster(_cluster_name(load_options["devices"]))
-    return search(declared, machine, workload, ref=ref, fixed=fixed_fields(fixed)).best
 
 
-def _cluster_name(count: int | None) -> str:
-    """Return the name of this machine, or of all ranks of this job, as a cluster, such as 4xCPU."""
-    if started_by_launcher():
-        join(count)
-        count = dist.get_world_size()
-    elif count is not None:
-        launcher.check(count)
-    name = device.local_cluster()
-    return name if count is None else f"{count}x{name.partition('x')[2]}"
+def _precision(load_options: Mapping[str, Any]) -> Precision:
+    return Precision(load_options["precision"] or ("bf16" if device.gpu_count() else "fp32"))
 
 
 def _command(model: str, options: Mapping[str, Any]) -> str:

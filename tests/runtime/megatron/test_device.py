@@ -13,15 +13,16 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.host import usable_cores
 from tests.support.limits import LIMIT
 
 
 def test_a_machine_without_gpus():
     assert device.gpu_count() == 0 and not torch.cuda.is_available()
-    assert device.device_count() == 4
+    assert device.device_count() == usable_cores()
     assert device.backend() == "gloo"
     assert device.current() == torch.device("cpu")
-    assert device.local_cluster() == "4xCPU"
+    assert device.local_cluster() == f"{usable_cores()}xCPU"
 
 
 @pytest.mark.parametrize("name", [*device.PRESETS, "CPU"])

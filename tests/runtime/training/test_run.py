@@ -5,7 +5,6 @@ import shutil
 from math import exp
 from pathlib import Path
 
-import psutil
 import pytest
 from attrs import evolve
 
@@ -18,7 +17,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import clock
 from megaloom.runtime.metrics.metrics_file import MetricsFile
 from megaloom.runtime.training.evaluation import evaluate_run
-from megaloom.runtime.training.host_memory import check_host_memory, host_memory
+from megaloom.runtime.training.host_memory import check_host_memory
 from megaloom.runtime.training.run import locked
 from megaloom.runtime.training.verify import compare
 from tests.support.checkpoints import damage
@@ -145,14 +144,6 @@ def test_a_model_beyond_the_memory_of_a_host_is_refused(plan_of, monkeypatch: py
         check_host_memory(large)
     with pytest.raises(UserError, match=r"2 ranks need 16,384 GiB for weights.*\n.*: verify it there"):
         compare(large)
-
-
-def test_the_memory_of_a_host_is_that_of_its_container(tmp_path: Path) -> None:
-    assert host_memory(tmp_path) == psutil.virtual_memory().total
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory(tmp_path) == psutil.virtual_memory().total
-    (tmp_path / "memory.max").write_text(f"{2**30}\n")
-    assert host_memory(tmp_path) == 2**30
 
 
 def contents(folder: Path) -> dict[Path, int]:
