@@ -2,12 +2,13 @@
 
 import sys
 
+from megaloom.runtime.cli.address_space import within_address_space
 from megaloom.runtime.launch.stop_signals import until_stopped
 
 
 def main() -> int:
     """Run the command, and return its exit code. Signals are heard from here on, while the command line is imported."""
-    return until_stopped(_run)
+    return until_stopped(lambda: within_address_space(_run))
 
 
 def _run() -> int:

@@ -26,6 +26,7 @@ from megaloom.planner.cli.settings import options_of_settings
 from megaloom.planner.cli.validate import validate
 from megaloom.runtime.launch.stop_signals import until_stopped
 
+from .address_space import within_address_space
 from .printing import fail
 from .run_commands import RUN_COMMANDS
 from .training_commands import TRAINING_COMMANDS
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["plan"]:  # a search takes Ctrl-C itself, and has nothing to save
         return _run(argv)
-    return until_stopped(lambda: _run(argv))
+    return until_stopped(lambda: within_address_space(lambda: _run(argv)))
 
 
 def _run(argv: Sequence[str] | None) -> int:

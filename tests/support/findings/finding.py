@@ -100,7 +100,7 @@ def plan(folder: Path, *arguments: str, seconds: float = LIMIT, **environment: s
 def _run(module: str, folder: Path, arguments: tuple[str, ...], seconds: float, environment: dict[str, str]) -> Ended:
     name = "plan" if module.startswith("megaloom.planner") else "megaloom"
     command = [sys.executable, "-m", module, *arguments]
-    own = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment
+    own = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "MEGALOOM_MACHINE": "4xCPU"} | environment
     try:
         done = subprocess.run(
             command, cwd=folder, env=own, timeout=seconds, text=True, errors="replace", capture_output=True, check=False
