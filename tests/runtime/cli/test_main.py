@@ -371,7 +371,7 @@ def test_a_damaged_and_a_foreign_checkpoint(say: Callable[..., str], done: tuple
     (folder / "step-000006" / ".metadata").unlink()
     message = say("train", folder / "plan.json")
     assert "step-000006 is damaged: .metadata is missing" in message
-    assert "remove that folder to start at step 0, or choose another one with --out" in message
+    assert "remove that folder to start at step 0, or choose another folder with --out" in message
 
 
 def test_verify_shows_both_curves(done: tuple[Path, str]) -> None:
