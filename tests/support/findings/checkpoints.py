@@ -22,12 +22,13 @@ def trained(folder: Path, *arguments: str) -> None:
 
 @finding("parity P3", "Checkpoints of ViT, LLaVA and GPT-OSS do not load under other layouts", Verdict.MENDED)
 def other_layouts(folder: Path) -> str:
-    for name, axes in (("dp", ("--dp", "2", "--cp", "1")), ("cp", ("--dp", "1", "--cp", "2"))):
-        wanted = (f"{SMALL}:tiny_vit", "--gpus", "2xCPU", "--tp", "1", "--pp", "1", *axes, *LOAD)
+    (folder / "text.txt").write_text(TEXT)
+    for name, axes in (("module", ("--ep", "2", "--etp", "1")), ("body", ("--ep", "1", "--etp", "2"))):
+        wanted = (f"{SMALL}:biased_experts", "--gpus", "2xCPU", "--dp", "2", *axes, *LOAD)
         passes(plan(folder, *wanted, "-o", f"{name}.json"), "wrote")
-    run = ("--data", "synthetic", "--out", "run")
-    passes(megaloom(folder, "train", "dp.json", "--steps", "1", *run), "step")
-    return passes(megaloom(folder, "train", "cp.json", "--steps", "2", *run), "resumed from step 1 of 2")
+    run = ("--data", "text.txt", "--out", "run")
+    passes(megaloom(folder, "train", "module.json", "--steps", "1", *run), "step")
+    return passes(megaloom(folder, "train", "body.json", "--steps", "2", *run), "resumed from step 1 of 2")
 
 
 @finding("users 5", "A resumed run does not say that seq, batch or precision changed", Verdict.MENDED)

@@ -170,7 +170,7 @@ def tiny_gpt_oss() -> Model:
 
 def biased_experts() -> Model:
     """Experts with biases, which a module runs only without etp, in a model of one's own."""
-    e, v = Dim("embed", 64), Dim("vocab", 127)
+    e, v = Dim("embed", 64), Dim("vocab", 257)
     table = weight("table", v, e)
     block = residual(LayerNorm(), Attention(heads=4, bias=True)) >> residual(LayerNorm(), MoE(MLP(48, bias=True), 4, 2))
     return model("biased-experts", ids() >> Embed(table) >> repeat(2, block) >> Unembed(table) >> NextToken())
