@@ -23,6 +23,7 @@ from megaloom.planner.rules.capabilities import OWN_RUNTIME
 from megaloom.runtime.cli.defaults import TrainedPrecision
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.training.run import locked
+from tests.support.forked_command import ForkedCommand, run_forked
 from tests.support.limits import LIMIT
 from tests.support.paths import TEST_MODELS
 
@@ -31,17 +32,9 @@ SMALL = ("--seq", "32", "--batch", "4", "--devices", "2", "--warmup", "2", "--lr
 PROGRAM = "import sys; from megaloom.runtime.cli.main import main; sys.exit(main())"
 
 
-def start(*args: object, cwd: Path) -> subprocess.Popen[str]:
+def start(*args: object, cwd: Path) -> ForkedCommand:
     """The command as a process of its own, in a folder of its own."""
-    command = [sys.executable, "-c", PROGRAM, *map(str, args)]
-    return subprocess.Popen(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
-    process = start(*args, cwd=cwd)
-    out, err = process.communicate(timeout=LIMIT)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return ForkedCommand(tuple(map(str, args)), cwd)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +49,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, str]:
     """The folder in which a model was trained to its end, and what was shown."""
     cwd = tmp_path_factory.mktemp("work")
-    result = run("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, "--steps", "6", cwd=cwd)
+    result = run_forked("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, "--steps", "6", cwd=cwd)
     assert (result.returncode, result.stderr) == (0, "")
     return cwd, result.stdout
 
@@ -95,7 +88,7 @@ def test_the_command_to_go_on_goes_on(done: tuple[Path, str], tmp_path: Path) ->
     words = command[1].split()
     assert words[words.index("--steps") + 1] == "12"
     assert "the learning rate stays at 0.0001; --decay-steps 12 stretches its schedule" in shown
-    result = run(*words, cwd=tmp_path)
+    result = run_forked(*words, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert "resumed from step 6 of 12 (runs/byte-llama/step-000006)" in result.stdout
     assert re.search(r"steps +12 \(resumed from 6\)", result.stdout)
@@ -109,7 +102,7 @@ def test_the_command_to_go_on_goes_on(done: tuple[Path, str], tmp_path: Path) ->
 def test_run_again_after_its_end_it_says_so(done: tuple[Path, str], text: Path) -> None:
     cwd, shown = done
     plan = cwd / "runs" / "byte-llama" / "plan.json"
-    result = run("train", plan, "--data", text, "--steps", "6", cwd=cwd)
+    result = run_forked("train", plan, "--data", text, "--steps", "6", cwd=cwd)
     assert (result.returncode, result.stderr) == (0, "")
     assert "resumed from the finished run (runs/byte-llama/step-000006)" in result.stdout
     held_out = re.search(r"held-out loss +\d.*", shown)
@@ -141,7 +134,7 @@ def test_stopped_it_saves_and_goes_on_from_there(number: signal.Signals, text: P
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
     step = int(saved[2])
     assert step >= 1
-    again = run(*long, step + 1, cwd=tmp_path)
+    again = run_forked(*long, step + 1, cwd=tmp_path)
     assert again.returncode == 0
     assert f"resumed from step {step} of {step + 1} ({saved[1]})" in again.stdout
 
@@ -195,7 +188,7 @@ def test_an_evaluation_at_the_end_stops_between_batches(text: Path, tmp_path: Pa
     assert process.returncode == 143
     assert re.search(r"step 1  stopped after [\d,]+ of [\d,]+ held-out tokens", out), out
     assert "stopped; runs/byte-llama/step-000001 is saved; the same command continues from it" in err
-    short = run(*train, cwd=tmp_path)
+    short = run_forked(*train, cwd=tmp_path)
     assert re.search(r"evaluating 128 of \d\d\d,\d{3} held-out tokens, as many as the run has trained on", short.stdout)
     assert "over 128 held-out tokens" in short.stdout
 
@@ -222,7 +215,7 @@ def test_killed_it_leaves_nobody_and_nothing_broken(text: Path, tmp_path: Path) 
     process.kill()
     process.communicate()
     assert not psutil.wait_procs(ranks, timeout=LIMIT)[1]
-    again = run(*always, 1, cwd=tmp_path)
+    again = run_forked(*always, 1, cwd=tmp_path)
     assert (again.returncode, again.stderr) == (0, "")
     assert "resumed from the finished run" in again.stdout
 
@@ -252,7 +245,7 @@ def test_on_a_terminal_all_figures_are_redrawn(text: Path, tmp_path: Path) -> No
 def test_two_runs_in_one_folder(done: tuple[Path, str], text: Path) -> None:
     cwd, _ = done
     with locked(cwd / "runs" / "byte-llama"):
-        result = run("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, cwd=cwd)
+        result = run_forked("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, cwd=cwd)
     assert result.returncode == 2
     assert "another run is training in runs/byte-llama" in result.stderr
 
@@ -376,7 +369,7 @@ def test_a_damaged_and_a_foreign_checkpoint(say: Callable[..., str], done: tuple
 
 def test_verify_shows_both_curves(done: tuple[Path, str]) -> None:
     cwd, _ = done
-    result = run("verify", "runs/byte-llama/plan.json", cwd=cwd)
+    result = run_forked("verify", "runs/byte-llama/plan.json", cwd=cwd)
     assert (result.returncode, result.stderr) == (0, "")
     assert len(re.findall(r"^ +\d +\d\.\d{6} +\d\.\d{6} +[+-]\d", result.stdout, re.MULTILINE)) == 3
     assert "passed: losses differ by at most" in result.stdout
