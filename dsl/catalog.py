@@ -38,7 +38,7 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
 
     `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of an example (`llama3-8b`), a
     run folder or its model.json, or a Hugging Face config.json (any other .json file, or a folder with a config.json),
-    whose one argument is `conversations`.
+    whose arguments are `conversations` and `balance`.
     The name is that of a `Model`, or of a function that returns one. A function that is found without its name must be
     annotated with `-> Model`. Its arguments are `arguments` and those in `ref`, as in `file.py:name(layers=24)`; the
     others need defaults. The full reference has them. Raises UserError that says what would work.
@@ -49,9 +49,12 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
         _refuse_arguments(str(file), arguments)
         return load_model(file), str(file.resolve())
     if ref.endswith(".json") or (isfile(join(ref, "config.json")) and ref not in examples()):
-        _refuse_arguments(ref, {name: value for name, value in arguments.items() if name != "conversations"})
-        given = checked_arguments(_reads_conversations, arguments, ref)
-        model = for_conversations(read(ref)) if _reads_conversations(**given) else read(ref)
+        takes = signature(_arguments_of_configs).parameters
+        _refuse_arguments(ref, {name: value for name, value in arguments.items() if name not in takes})
+        given = checked_arguments(_arguments_of_configs, arguments, ref)
+        conversations, balance = _arguments_of_configs(**given)
+        model = read(ref, balance=balance)
+        model = for_conversations(model) if conversations else model
         return model, with_arguments(str(config_file(ref).resolve()), given)
     location, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
     if location.endswith(".py"):
@@ -76,9 +79,12 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
     raise UserError(f"no model {ref!r}{suggestion}\nMODEL can be file.py:name, a config.json, or {names}")
 
 
-def _reads_conversations(conversations: bool = False) -> bool:
-    """Return the argument that a Hugging Face config.json takes: whether its model is to train on conversations."""
-    return conversations
+def _arguments_of_configs(conversations: bool = False, balance: float | None = None) -> tuple[bool, float | None]:
+    """Return the arguments that a Hugging Face config.json takes.
+
+    conversations: whether its model is to train on conversations. balance: the coefficient of the balancing loss.
+    """
+    return conversations, balance
 
 
 def config_of(ref: str) -> Path | None:

@@ -44,8 +44,12 @@ def bart(
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     activation_dropout: float = 0.0,
+    start: int = 2,
+    padding: int = 1,
 ) -> Model:
     """A BART of any size. The encoder reads `source_tokens` [batch source], the decoder `tokens` [batch seq].
+
+    start: the token that the decoder reads first. padding: the token after the end of a target.
 
     dropout: after the embeddings and each layer. attention_dropout: of the probabilities. activation_dropout: inside
     the MLPs.
@@ -66,7 +70,7 @@ def bart(
     decoder = residual(causal, *drop) >> NORM >> residual(cross, *drop) >> NORM >> mlp
     memory = embedded(ids("source_tokens", Dim("source")), "encoder") >> repeat(layers, encoder)
     x = embedded(ids(), "decoder") >> repeat(layers, decoder).given(memory=memory)
-    return model(name, x >> Unembed(wte) >> SequenceToSequence())
+    return model(name, x >> Unembed(wte) >> SequenceToSequence(start=start, padding=padding))
 
 
 def bart_base() -> Model:
@@ -150,4 +154,6 @@ def config(c: Config, name: str) -> Model:
         dropout=c.rate("dropout", 0.1),
         attention_dropout=c.rate("attention_dropout", 0.0),
         activation_dropout=c.rate("activation_dropout", 0.0),
+        start=c.whole("decoder_start_token_id", 2, least=0),
+        padding=c.whole("pad_token_id", 1, least=0),
     )

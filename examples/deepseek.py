@@ -164,7 +164,7 @@ def v2_config(c: Config, name: str) -> Model:
     grouped = c.choice("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
     c.only("scoring_func", "softmax", default="softmax")
     c.only("norm_topk_prob", False, default=False)
-    moe = _moe(c, grouped, balance=c.number("aux_loss_alpha", 0.001), scale=c.number("routed_scaling_factor", 1.0))
+    moe = _moe(c, grouped, balance=c.balancing("aux_loss_alpha", 0.001), scale=c.number("routed_scaling_factor", 1.0))
     return _read(c, name, evolve(moe, normalize=False, best=1 if grouped else moe.best))
 
 
@@ -175,7 +175,7 @@ def v3_config(c: Config, name: str) -> Model:
     c.only("topk_method", "noaux_tc", default="noaux_tc")
     c.only("scoring_func", "sigmoid", default="sigmoid")
     c.only("rope_interleave", True, default=True)
-    moe = _moe(c, True, balance=c.number("aux_loss_alpha", 0.0001), scale=c.number("routed_scaling_factor", 2.5))
+    moe = _moe(c, True, balance=c.balancing("aux_loss_alpha", 0.0001), scale=c.number("routed_scaling_factor", 2.5))
     return _read(c, name, evolve(moe, score="sigmoid", corrected=True, normalize=c.flag("norm_topk_prob", True)))
 
 

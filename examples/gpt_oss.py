@@ -125,7 +125,7 @@ def config(c: Config, name: str) -> Model:
         window=c.whole("sliding_window", 128),
         limit=c.number("swiglu_limit", 7.0),
         vocab=c.whole("vocab_size"),
-        balance=c.number("router_aux_loss_coef", 0.001),
+        balance=c.balancing("router_aux_loss_coef", 0.001),
         rope=STRETCHED if plain else rotation(c, 150_000.0),
         attention_dropout=c.rate("attention_dropout", 0.0),
     )

@@ -84,7 +84,7 @@ def config(c: Config, name: str) -> Model:
         top_k=c.whole("num_experts_per_tok", 2),
         vocab=c.whole("vocab_size"),
         head_dim=c.head_dim(embed, heads),
-        balance=c.number("router_aux_loss_coef", 0.001),
+        balance=c.balancing("router_aux_loss_coef", 0.001),
         rope=rope(c, 1e6),
         eps=c.number("rms_norm_eps", 1e-5),
         tied=c.flag("tie_word_embeddings", False),

@@ -56,8 +56,12 @@ LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attent
 
 @reads("NemotronHForCausalLM", names=Names(WHOLE, {"backbone.layers.{layer}.": LAYER | OTHERS}))
 def config(c: Config, name: str) -> Model:
-    """Return the model. time_step_limit limits the steps, as in NVIDIA's training; Hugging Face uses time_step_min."""
+    """Return the model. Its steps are at least time_step_min, as Hugging Face runs it; NVIDIA's training has no limit.
+
+    Source: transformers, modeling_nemotron_h.py: NemotronHMamba2Mixer.time_step_limit.
+    """
     steps(c)
+    shortest = c.number("time_step_min", 0.001)
     c.only("mlp_hidden_act", "relu2", default="relu2")
     c.only("mamba_hidden_act", "silu", default="silu")
     c.only("use_conv_bias", True, default=True)
@@ -80,6 +84,7 @@ def config(c: Config, name: str) -> Model:
             groups=groups,
             conv=c.whole("conv_kernel", 4),
             norm_groups=groups,
+            dt=(shortest, None) if shortest else None,
         ),
         attention=Attention(
             heads=c.whole("num_attention_heads"),

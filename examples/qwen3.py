@@ -113,7 +113,7 @@ def sparse_config(c: Config, name: str) -> Model:
         SwiGLU(c.whole("moe_intermediate_size")),
         c.whole(c.first_present("num_experts", "num_local_experts")),
         c.whole("num_experts_per_tok"),
-        balance=c.number("router_aux_loss_coef", 0.001),
+        balance=c.balancing("router_aux_loss_coef", 0.001),
         balance_over="batch",  # Qwen3, arXiv:2505.09388, section 2
         normalize=c.flag("norm_topk_prob", False),
     )

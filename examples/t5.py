@@ -48,12 +48,15 @@ def t5(
     distance: int = 128,
     decoder_layers: int | None = None,
     dropout: float = 0.0,
+    start: int = 0,
+    padding: int = 0,
 ) -> Model:
     """A T5 of any size: by default the decoder has as many layers as the encoder.
 
     The encoder reads `source_tokens` [batch source], the decoder `tokens` [batch seq]. The layers of each share a table
     of biases by distance. Tied logits are of hidden states times embed^-0.5. dropout: of embeddings, attention
-    probabilities and the outputs of layers and stacks; `ff` has its own.
+    probabilities and the outputs of layers and stacks; `ff` has its own. start: the token that the decoder reads first.
+    padding: the token after the end of a target.
     """
     d, h = Dim("embed", embed), Dim("heads", heads)
     wte = weight("wte", Dim("vocab", vocab), d, std=1.0)
@@ -79,9 +82,10 @@ def t5(
     embedded, after = chain(Embed(wte), *drop), chain(NORM, *drop)
     memory = ids("source_tokens", Dim("source")) >> embedded >> repeat(layers, encoder) >> after
     x = ids() >> embedded >> repeat(decoder_layers or layers, decoder).given(memory=memory) >> after
+    loss = SequenceToSequence(start=start, padding=padding)
     if tied:
-        return model(name, x >> Scale(embed**-0.5) >> Unembed(wte) >> SequenceToSequence())
-    return model(name, x >> Unembed(weight("head", Dim("vocab", vocab), d)) >> SequenceToSequence())
+        return model(name, x >> Scale(embed**-0.5) >> Unembed(wte) >> loss)
+    return model(name, x >> Unembed(weight("head", Dim("vocab", vocab), d)) >> loss)
 
 
 def t5_small() -> Model:
@@ -168,7 +172,7 @@ def config(c: Config, name: str) -> Model:
     c.ignore("n_positions")  # there is no table of positions
     tied = c.flag("tie_word_embeddings", True)
     ff, layers = c.whole("d_ff"), c.layers("num_layers")
-    dropout = c.rate("dropout_rate", 0.1)
+    dropout, padding = c.rate("dropout_rate", 0.1), c.whole("pad_token_id", 0, least=0)
     kinds = {"relu": MLP(ff, "relu", dropout=dropout), "gated-gelu": GeGLU(ff, dropout=dropout)}
     return t5(
         name,
@@ -183,4 +187,6 @@ def config(c: Config, name: str) -> Model:
         distance=c.whole("relative_attention_max_distance", 128),
         decoder_layers=c.layers("num_decoder_layers", layers),
         dropout=dropout,
+        start=c.whole("decoder_start_token_id", padding, least=0),
+        padding=padding,
     )

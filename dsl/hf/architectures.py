@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from math import inf
 from os.path import isdir
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from attrs import evolve, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.example_modules import example_modules
 from megaloom.dsl.files.json_file import read_json
-from megaloom.dsl.graph import Model
+from megaloom.dsl.graph import Model, graph
+from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.ops.weight import INITIAL_STD
 
 from .fields import Config, rope, rotation
@@ -75,14 +77,23 @@ def reads(
     return lambda function: Reader(architectures, function, names, std, std_field)
 
 
-def read(config: str | Path | Mapping[str, Any]) -> Model:
+def read(config: str | Path | Mapping[str, Any], *, balance: float | None = None) -> Model:
     """Return the model that a config.json describes, given as a file, a folder with one, or its fields.
 
-    The model has the name of the file or, for a file named config.json, of its folder. Raises UserError for an unknown
-    architecture, and for a field that is missing, wrong or unknown.
+    The model has the name of the file or, for a file named config.json, of its folder. balance: the coefficient of the
+    balancing loss of experts. By default it is the config's if `output_router_logits` is true, else 0, as in training
+    by Hugging Face's code. Raises UserError for an unknown architecture, and for a field that is missing, wrong or
+    unknown.
     """
     opened, name = open_config(config)
-    return reader(opened)(opened, name)
+    if balance is None:
+        return reader(opened)(opened, name)
+    if not 0 <= balance < inf:
+        raise UserError(f"balance must be at least 0, got {balance:g}")
+    read = reader(opened)(evolve(opened, balance=balance), name)
+    if not any(isinstance(n.op, MoE) for n in graph(read).nodes):
+        raise UserError(f"{opened.where} has no experts, whose load `balance` would balance\nomit --set balance")
+    return read
 
 
 def open_config(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:

@@ -78,6 +78,7 @@ class Config:
 
     fields: Mapping[str, object]
     where: str
+    balance: float | None = None  # coefficient of the balancing loss of experts, instead of that in the fields
     used: set[str] = field(factory=set, repr=False)
     parts: dict[str, Config] = field(factory=dict, repr=False)
 
@@ -118,6 +119,14 @@ class Config:
         """Return a field that holds the probability of a dropout."""
         return self._read(name, default, float, "a number of at least 0 and below 1", lambda p: 0 <= p < 1)
 
+    def balancing(self, name: str, default: float) -> float:
+        """Return the coefficient of the balancing loss of experts, 0 unless training by Hugging Face's code adds one.
+
+        It adds one if `output_router_logits` is true. name: the field with the coefficient.
+        """
+        given, adds = self.number(name, default), self.flag("output_router_logits", False)
+        return self.balance if self.balance is not None else given if adds else 0.0
+
     def flag(self, name: str, default: T = REQUIRED) -> bool | T:
         """Return a field that holds true or false."""
         return self._read(name, default, bool, "true or false")
@@ -152,7 +161,7 @@ class Config:
     def inner(self, name: str, default: Mapping[str, object] = REQUIRED) -> Config:
         """Return an object inside this one. Its fields must be read, too."""
         value: Mapping[str, object] = self._read(name, default, dict, "an object")
-        return self.parts.setdefault(name, Config(value, f"{self.where}: {name}"))
+        return self.parts.setdefault(name, Config(value, f"{self.where}: {name}", self.balance))
 
     def unread(self) -> Iterator[str]:
         """Yield the names of the fields that may change the model and were not read, also of objects inside."""

@@ -58,11 +58,14 @@ class MaskedToken(Layer):
 class SequenceToSequence(Layer):
     """The cross-entropy of the tokens that a decoder writes for its source: logits [batch seq vocab] to [sums=2].
 
-    labels: the token after each position of the target. mask: 0 at positions after the end of the target.
+    labels: the token after each position of the target. mask: 0 at positions after the end of the target. start: the
+    token that the decoder reads first. padding: the token at positions after the end of the target.
     """
 
     labels: Value = field(factory=inputs.labels, repr=False)
     mask: Value = field(factory=inputs.mask, repr=False)
+    start: int = field(default=0, kw_only=True)
+    padding: int = field(default=0, kw_only=True)
 
     def body(self, x: Value, /, **side: Value) -> Value:
         return loss_sums(apply(CrossEntropy("vocab"), x, self.labels), self.mask)

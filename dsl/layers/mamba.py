@@ -25,7 +25,7 @@ class Mamba2(Layer):
 
     groups: groups of heads that share the inputs b and the outputs c of the state. conv: the width of the causal
     convolution before the scan. conv_bias: whether the convolution has a bias. bias: of the projections. norm_groups:
-    the gated output is normalised in this many groups. dt: the smallest and the largest step; None does not clamp.
+    the gated output is normalised in this many groups. dt: the smallest and the largest step; None is no bound.
     Source: Dao & Gu, arXiv:2405.21060.
     """
 
@@ -38,7 +38,7 @@ class Mamba2(Layer):
     bias: bool = False
     norm_groups: int = 1
     eps: float = 1e-5
-    dt: tuple[float, float] | None = None
+    dt: tuple[float | None, float | None] | None = None
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e, h, c = x["embed"], Dim("heads", self.heads), Dim("head_dim", self.head_dim)

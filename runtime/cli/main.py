@@ -40,7 +40,9 @@ def options_of_run(app: App, commands: tuple[str, ...], arguments: ArgumentColle
     from megaloom.runtime.training.run_folder import load_options
 
     folder = Path(first[0].value)
-    config = {name.replace("_", "-"): value for name, value in load_options(folder).items()}
+    given = [token.value for argument in arguments if argument.name == "--schedule" for token in argument.tokens]
+    dropped = "min_lr" if "constant" in given else ""  # it has no effect there
+    config = {n.replace("_", "-"): value for n, value in load_options(folder).items() if n != dropped}
     update_argument_collection(config, str(folder / "run.json"), arguments, (), root_keys=(), allow_unknown=True)
 
 

@@ -16,9 +16,10 @@ from megaloom.planner.cost.measured_memory import held_bytes
 from megaloom.planner.report.folded_table import text_table
 from megaloom.planner.report.tables import layout_table, prediction_table
 from megaloom.planner.report.units import memory_unit, peak_memory
+from megaloom.runtime.data.synthetic import NOTE
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.megatron import device
-from megaloom.runtime.metrics.display import clock, device_word, tflops_text
+from megaloom.runtime.metrics.display import clock, device_word, mfu_text, tflops_text
 from megaloom.runtime.training.training_run import RECENT_STEPS, Summary
 from megaloom.runtime.training.verify import Comparison
 
@@ -44,6 +45,8 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
     """Return the results of a run, with the predictions of its plan."""
     steps = f"{summary.step:,}" + (f" (resumed from {summary.resumed:,})" if summary.resumed else "")
     rows = [("steps", steps)]
+    if summary.synthetic:
+        rows.append(("data", NOTE.removeprefix("data: ")))
     if summary.skipped:
         rows.append(("skipped steps", f"{summary.skipped:,} (loss or gradients were not finite; no weight changed)"))
     if summary.step_seconds and summary.train_loss is not None:
@@ -60,7 +63,7 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
             expected = tflops_text(predicted.flops_per_second_per_device)
             rows.append((f"TFLOP/s/{each}", f"{tflops_text(speed.flops_per_second)} (predicted {expected})"))
         if speed.mfu is not None:
-            rows.append(("MFU", f"{speed.mfu:.1%} (predicted {predicted.mfu:.1%})"))
+            rows.append(("MFU", f"{mfu_text(speed.mfu)} (predicted {predicted.mfu:.1%})"))
         rows += _training_loss(summary, summary.train_loss)
     for name, result in (("held-out", summary.held_out), ("test", summary.test)):
         if result:

@@ -43,7 +43,7 @@ def evaluate_last_checkpoint(
     run
         The folder that `megaloom train` wrote.
     data
-        Files or folders of text, "stdlib", or prefixes of indexed datasets. [default: those of the run]
+        Files or folders of text, "stdlib", "synthetic", or prefixes of indexed datasets. [default: those of the run]
     part
         The part of the data. [default: validation of the run's own data, all of others]
     split

@@ -17,9 +17,10 @@ from megaloom.planner.report.html import page_style
 from megaloom.planner.report.line_chart import Curve, line_chart
 from megaloom.planner.report.tables import layout_table
 from megaloom.planner.report.units import peak_memory
-from megaloom.runtime.metrics.display import device_word, nbytes_text
+from megaloom.runtime.data.synthetic import NOTE, SYNTHETIC
+from megaloom.runtime.metrics.display import device_word, mfu_text, nbytes_text
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, read_metrics
-from megaloom.runtime.training.run_folder import plan_of_run
+from megaloom.runtime.training.run_folder import is_run, load_options, plan_of_run
 
 MEASURED, SECOND, PREDICTED = "var(--forward)", "var(--backward)", "var(--dim)"
 Event = dict[str, Any]
@@ -36,6 +37,8 @@ def run_page(run: Path) -> str:
     title = run.resolve().name
     workload = f"{plan.workload} per step, in {plan.workload.precision}"
     subtitle = f"{plan.model} on {plan.cluster}; {workload}; {plan.layout}"
+    if is_run(run) and load_options(run).get("data") == [SYNTHETIC]:
+        subtitle += f"; {NOTE}"
     sections = "".join(_section(*each) for each in _charts(plan, events, steps))
     body = f"""<main>
 <h1>{escape(title)}</h1>
@@ -60,7 +63,7 @@ def _tiles(plan: Plan, events: Sequence[Event], steps: Sequence[Event]) -> str:
         recent = steps[-20:]
         figures[f"tokens/s/{device_word(plan)}"] = f"{_mean(recent, 'tokens_per_second_per_device'):,.0f}"
         if plan.predicted.mfu is not None and any(event.get("mfu") is not None for event in recent):
-            figures["MFU"] = f"{_mean(recent, 'mfu'):.1%} (predicted {plan.predicted.mfu:.1%})"
+            figures["MFU"] = f"{mfu_text(_mean(recent, 'mfu'))} (predicted {plan.predicted.mfu:.1%})"
         figures["peak memory"] = nbytes_text(max(event["peak_nbytes"] for event in steps if "peak_nbytes" in event))
     figures["skipped steps"] = f"{sum(bool(event.get('skipped')) for event in steps):,}"
     return tiles_html(text_table([*figures], [[*figures.values()]]))

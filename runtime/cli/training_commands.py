@@ -69,7 +69,7 @@ def train_by_plan(
         stdlib-gpt]
     data
         "stdlib" (the text of Python's standard library), a file or a folder of text, or prefixes of indexed datasets:
-        A B, or with weights 0.3 A 0.7 B.
+        A B, or with weights 0.3 A 0.7 B. Or "synthetic": made-up tokens, labels and images, for trials.
     split
         Shares of training, validation and test of indexed datasets. [default: 969,30,1]
     epochs

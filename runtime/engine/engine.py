@@ -27,6 +27,7 @@ from megaloom.runtime.megatron.build_context import make_build_context
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules.initial_weights import GivenValues, adapters_of, check_weights
 from megaloom.runtime.modules.model_chunk import ModelChunk
+from megaloom.runtime.optimizer.fine_tuning import fine_tuning
 from megaloom.runtime.optimizer.parameter_groups import ParameterGroup, zero_frozen_gradients
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.optimizer.weight_update import (
@@ -92,7 +93,9 @@ class Engine:
         g, groups = graph(model), create_process_groups(plan.layout)
         if weights is not None:
             check_weights(g, weights, drawn=adapters_of(model))
+            recipe = fine_tuning(recipe, model)
         context = make_build_context(g, plan.layout, plan.workload, groups)
+        context.config.moe_router_bias_update_rate = recipe.bias_update_rate
         tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
         model_chunks, shared_gradients = make_model_chunks(plan, g, context, groups, recipe.seed, weights)
         state = TrainingState.of(

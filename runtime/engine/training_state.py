@@ -45,6 +45,7 @@ class TrainingState:
     scheduler: OptimizerParamScheduler
     scaler: SharedGradScaler | None  # of fp16
     averages: AveragedWeights | None
+    done: int = field(default=0, init=False)  # steps, skipped ones included
     skipped: int = field(default=0, init=False)  # steps, of those done
     loads_average: bool = field(default=False, init=False)  # whether the checkpoint to load has averaged weights
 
@@ -73,11 +74,6 @@ class TrainingState:
             share_grad_scaler(recipe, optimizer, tokens) if config.fp16 else None,
             None if average is None else AveragedWeights.of(optimizer, chunks, average),
         )
-
-    @property
-    def done(self) -> int:
-        """Return the number of steps done, skipped ones included."""
-        return int(self.scheduler.num_steps)
 
     @property
     def graph(self) -> Graph:
@@ -117,13 +113,18 @@ class TrainingState:
         return [(c.value, c.value.clone()) for c in corrections_of(self.chunks)]
 
     def end_step(self, *, skipped: bool) -> None:
-        """Move averages, loss scale and schedule on, after the weights."""
-        if skipped:
-            self.skipped += 1
-        elif self.averages:
-            self.averages.update()
+        """Move averages, loss scale and schedule on, after the weights.
+
+        The schedule waits in a skipped step. Source: Megatron-LM, megatron/training/training.py, train_step.
+        """
+        self.done += 1
         if self.scaler:
             self.scaler.settle(overflow=skipped)
+        if skipped:
+            self.skipped += 1
+            return
+        if self.averages:
+            self.averages.update()
         self.scheduler.step(1)
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
@@ -148,7 +149,8 @@ class TrainingState:
             self.averages.restart()
         if self.scaler and "loss_scale" in loaded:
             self.scaler.load_state_dict(loaded["loss_scale"])
-        self.scheduler.step(loaded["done"] - self.done)
+        self.done = loaded["done"]
+        self.scheduler.step(updates - self.scheduler.num_steps)
 
     def _parameters(self) -> dict[str, Any]:
         """Return this rank's sharded parameters, by name."""

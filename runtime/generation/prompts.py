@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
+from megaloom.dsl import Graph, SequenceToSequence
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.decoding.decoding_graph import DecodingGraph
 
@@ -93,7 +94,7 @@ class PromptReader:
             )
         if self.graph.source is None:
             return Prompt(tokens)
-        start = self.trained.special("decoder_start_token_id") or (0,)
+        start = self.trained.special("decoder_start_token_id") or declared_start(self.graph.graph)
         return Prompt(start[:1], tokens)
 
     @property
@@ -113,3 +114,8 @@ class PromptReader:
 def _ids(row: Any) -> tuple[int, ...]:
     """Return a row of integers, which may be a tensor."""
     return tuple(int(x) for x in row)
+
+
+def declared_start(graph: Graph) -> tuple[int]:
+    """Return the token that a decoder reads first, as the loss of its model declares it; 0 if no loss does."""
+    return (next((n.op.start for n in graph.nodes if isinstance(n.op, SequenceToSequence)), 0),)

@@ -173,9 +173,18 @@ def speed_figures(plan: Plan, steps: list[StepMetrics]) -> list[str]:
     return [
         f"{mean('tokens_per_second_per_device'):,.0f} tokens/s/{each}",
         *([] if flops is None else [f"{tflops_text(flops)} TFLOP/s/{each}"]),
-        *([] if mfu is None else [f"MFU {mfu:.1%}"]),
+        *([] if mfu is None or mfu > 1 else [f"MFU {mfu:.1%}"]),  # see `mfu_text`
         f"memory {nbytes_text(steps[-1].peak_nbytes)}",
     ]
+
+
+def mfu_text(mfu: float) -> str:
+    """Return an MFU, or why there is none: a step does more FLOPs than the peak that the plan assumes.
+
+    The peaks of CPUs are no datasheet's but those of one measured product, and torch's fp16 on CPU has kernels of very
+    different speed.
+    """
+    return f"{mfu:.1%}" if mfu <= 1 else "not known: the step is faster than the peak that the plan assumes"
 
 
 def device_word(plan: Plan) -> str:

@@ -94,8 +94,8 @@ def make_optimizer(
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=recipe.lr,
-            min_lr=recipe.min_lr,
+            lr=recipe.peak_lr,
+            min_lr=recipe.lowest_lr,
             weight_decay=recipe.weight_decay,
             adam_beta1=recipe.beta1,
             adam_beta2=recipe.beta2,
@@ -138,13 +138,13 @@ def share_grad_scaler(recipe: Recipe, optimizer: MegatronOptimizer, tokens: int)
 
 
 def make_scheduler(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Return the learning-rate schedule: linear warm-up from 0, then the recipe's schedule down to min_lr."""
+    """Return the learning-rate schedule: linear warm-up from 0, then the recipe's schedule down to its lowest."""
     end = ENDLESS if recipe.schedule_end is None else recipe.schedule_end
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=recipe.lr,
-        min_lr=min(recipe.min_lr, recipe.lr),
+        max_lr=recipe.peak_lr,
+        min_lr=recipe.lowest_lr,
         lr_warmup_steps=min(recipe.warmup, end - 1),
         lr_decay_steps=end,
         lr_decay_style="WSD" if recipe.schedule is Schedule.WSD else recipe.schedule.value,

@@ -145,9 +145,9 @@ def group_overrides(groups: Sequence[ParameterGroup], recipe: Recipe) -> dict[Pa
     """Return megatron-core's overrides for parameter groups. The learning rate keeps the shape of the schedule."""
     out: dict[ParamKey, ParamGroupOverride] = {}
     for i, group in enumerate(groups):
-        lr = 0.0 if group.frozen else recipe.lr if group.lr is None else group.lr
+        lr = 0.0 if group.frozen else recipe.peak_lr if group.lr is None else group.lr
         decay = recipe.weight_decay if group.weight_decay is None else group.weight_decay
-        lowest = min(recipe.min_lr, recipe.lr) * lr / recipe.lr
+        lowest = recipe.lowest_lr * lr / recipe.peak_lr
         key = ParamKey(predicate=ParamPredicate(f"group {i}", _InGroup(i)))
         out[key] = ParamGroupOverride(max_lr=lr, min_lr=lowest, start_wd=decay, end_wd=decay)
     return out

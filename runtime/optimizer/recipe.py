@@ -36,6 +36,16 @@ class FinalDecay(StrEnum):
     MINUS_SQRT = "minus-sqrt"
 
 
+DEFAULT_LR = 3e-3
+"""Peak learning rate of a run from random weights."""
+DEFAULT_BIAS_UPDATE_RATE = 1e-3
+"""Step of the correction biases of routers (DeepSeek-V3, arXiv:2412.19437, section 4.2)."""
+LOWEST = 0.1
+"""The default of --min-lr, as a share of --lr (Touvron et al., arXiv:2307.09288, section 2.2)."""
+
+KEPT = ("lr", "router_bias_update_rate")
+"""Fields that a continued run keeps, unless others are given."""
+
 Validator = Callable[[Any, "Attribute[Any]", Any], None]
 
 
@@ -56,10 +66,10 @@ class Recipe:
 
     steps: int = field(default=300, validator=_within(1, 1e9))
     """Total number of optimizer steps, including those before a resume."""
-    lr: float = field(default=3e-3, validator=_within(1e-12, 1e3))
-    """Peak learning rate."""
-    min_lr: float = field(default=1e-4, validator=_within(0, 1e3))
-    """Learning rate at the end of the schedule and after it."""
+    lr: float | None = field(default=None, validator=if_given(_within(1e-12, 1e3)))
+    """Peak learning rate. [default: 3e-3; with --from, 5e-5 to 1e-5 by the model's size, of adapters 2e-4 or 1e-4]"""
+    min_lr: float | None = field(default=None, validator=if_given(_within(0, 1e3)))
+    """Learning rate at the end of the schedule and after it. [default: a tenth of --lr]"""
     warmup: int = field(default=20, validator=_within(0, 1e9))
     """Warm-up steps."""
     schedule: Schedule = field(default=Schedule.COSINE, converter=Schedule)
@@ -94,6 +104,8 @@ class Recipe:
     """fp16: the run ends with an error if gradients overflow at this loss scale."""
     loss_scale_window: int = field(default=1000, validator=_within(1, 1e9))
     """fp16: steps without an overflow after which the loss scale is doubled."""
+    router_bias_update_rate: float | None = field(default=None, validator=if_given(_within(0, 1)))
+    """Step by which training moves the biases that correct routers (DeepSeek-V3). [default: 0.001; with --from, 0]"""
     deterministic: bool = False
     """Use deterministic kernels only: a run that is stopped and continued on one layout is bitwise equal."""
     seed: int = field(default=1234, validator=_within(0, 2**31))
@@ -101,6 +113,13 @@ class Recipe:
 
     def __attrs_post_init__(self) -> None:
         """Raise UserError if fields contradict each other."""
+        if self.min_lr is not None and self.schedule is Schedule.CONSTANT:
+            raise UserError(f"--min-lr {self.min_lr:g} has no effect with --schedule constant\nomit it")
+        if self.min_lr is not None and self.min_lr > self.peak_lr:
+            raise UserError(
+                f"--min-lr {self.min_lr:g} is above --lr {self.peak_lr:g}\n"
+                f"give a --min-lr of at most {self.peak_lr:g}, or omit it: it is then {LOWEST * self.peak_lr:g}"
+            )
         if self.min_loss_scale > self.initial_loss_scale:
             raise UserError(
                 f"--min-loss-scale {self.min_loss_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}\n"
@@ -136,6 +155,23 @@ class Recipe:
         return first + samples * increments // self.rampup_samples * increment
 
     @property
+    def peak_lr(self) -> float:
+        """Return the learning rate after warm-up."""
+        return DEFAULT_LR if self.lr is None else self.lr
+
+    @property
+    def lowest_lr(self) -> float:
+        """Return the learning rate at the end of the schedule: of a constant one, the peak."""
+        if self.schedule is Schedule.CONSTANT:
+            return self.peak_lr
+        return LOWEST * self.peak_lr if self.min_lr is None else self.min_lr
+
+    @property
+    def bias_update_rate(self) -> float:
+        """Return the step by which training moves the correction biases of routers."""
+        return DEFAULT_BIAS_UPDATE_RATE if self.router_bias_update_rate is None else self.router_bias_update_rate
+
+    @property
     def schedule_end(self) -> int | None:
         """Return the step after which the learning rate is `min_lr`, or None if there is none."""
         return self.steps if self.decay_steps is None and self.schedule.has_end else self.decay_steps
@@ -143,15 +179,23 @@ class Recipe:
     def continuing(self, saved: Mapping[str, object]) -> Recipe:
         """Return the recipe for a run that continues one with the recipe `saved`, as `as_saved` gives it.
 
-        The schedule ends where it ended, unless `decay_steps` says otherwise: more steps do not stretch it.
+        The schedule ends where it ended, unless `decay_steps` says otherwise: more steps do not stretch it. The peak
+        and the lowest learning rate stay, unless others are given.
         """
         end = saved.get("decay_steps", saved.get("steps"))  # checkpoints of earlier versions have steps only
         one_schedule = saved.get("schedule", Schedule.COSINE) == self.schedule and self.schedule.has_end
+        kept: Any = {n: saved[n] for n in KEPT if getattr(self, n) is None and saved.get(n) is not None}
+        new = evolve(self, **kept)
+        lowest = saved.get("min_lr")
+        keeps = self.min_lr is None and new.schedule is not Schedule.CONSTANT and new.peak_lr == saved.get("lr")
+        if keeps and isinstance(lowest, float | int):
+            new = evolve(new, min_lr=min(lowest, new.peak_lr))  # earlier versions had min_lr above lr
         if self.decay_steps is not None or not one_schedule or not isinstance(end, int):
-            return self
-        return evolve(self, decay_steps=end)
+            return new
+        return evolve(new, decay_steps=end)
 
     def as_saved(self) -> dict[str, float | str | bool]:
         """Return the fields that have values, as a checkpoint stores them."""
-        values = asdict(evolve(self, decay_steps=self.schedule_end))
+        lowest = None if self.schedule is Schedule.CONSTANT else self.lowest_lr
+        values = asdict(evolve(self, decay_steps=self.schedule_end, lr=self.peak_lr, min_lr=lowest))
         return {name: value for name, value in values.items() if value is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
@@ -30,10 +31,23 @@ def masked(text: Tensor, random: np.random.Generator, vocab: int, ids: TokenIds 
     return {"tokens": torch.from_numpy(tokens), "labels": text.clone(), "mask": torch.from_numpy(chosen)}
 
 
-def text_length(source: int) -> int:
-    """Return the least number of tokens whose source, after spans are removed, fills `source` positions."""
-    length = source
-    while length - noise_of(length)[0] + noise_of(length)[1] < source:
+@frozen
+class TargetIds:
+    """Ids of source and target: what the decoder reads first, what fills a target, what ends both, and sentinels."""
+
+    start: int = 0
+    padding: int = 0
+    end: int | None = None
+    sentinels: tuple[int, ...] = ()
+
+
+def text_length(source: int, *, ends: bool) -> int:
+    """Return the least number of tokens whose source, after spans are removed, fills `source` positions.
+
+    ends: the source ends with a token of its own.
+    """
+    length = source - ends
+    while length - noise_of(length)[0] + noise_of(length)[1] + ends < source:
         length += 1
     return length
 
@@ -44,28 +58,36 @@ def noise_of(length: int) -> tuple[int, int]:
     return tokens, max(1, round(tokens / SPAN))
 
 
+def sentinels_of(length: int) -> int:
+    """Return the number of sentinels for a text: one for each span, and one after the last."""
+    return noise_of(length)[1] + 1
+
+
 def spans(
-    text: Tensor, random: np.random.Generator, vocab: int, seq: int, source_length: int, sentinels: tuple[int, ...] = ()
+    text: Tensor, random: np.random.Generator, vocab: int, seq: int, source_length: int, ids: TargetIds
 ) -> dict[str, Tensor]:
     """Return the source with spans replaced by sentinels, and the target that has each sentinel and its span.
 
-    The source has `source_length` tokens. sentinels: ids of the tokenizer; if it has too few, sentinel k is id
-    vocab - 1 - k. tokens: the target shifted by one, beginning with id 0. mask: the length of the target. Source:
-    Raffel et al., arXiv:1910.10683, section 3.1.4.
+    The source has `source_length` tokens, of which the last is `ids.end`. The target ends with one more sentinel and
+    `ids.end`. If the tokenizer has too few sentinels, sentinel k is id vocab - 1 - k. tokens: the target shifted by
+    one, after `ids.start`. mask: the length of the target. Source: Raffel et al., arXiv:1910.10683, section 3.1.4, and
+    transformers' run_t5_mlm_flax.py, which ends both sequences.
     """
-    length, (noise, count) = len(text), noise_of(len(text))
+    length, (noise, count), wanted = len(text), noise_of(len(text)), sentinels_of(len(text))
+    sentinels = ids.sentinels if len(ids.sentinels) >= wanted else [max(vocab - 1 - k, 0) for k in range(wanted)]
     lengths, gaps = _cut(noise, count, random), _cut(length - noise, count, random)
+    end: list[int] = [] if ids.end is None else [ids.end]
     source, target, at = [], [], 0
-    for k, (gap, span) in enumerate(zip(gaps, lengths, strict=True)):
-        sentinel = sentinels[k] if len(sentinels) >= count else max(vocab - 1 - k, 0)
+    for gap, span, sentinel in zip(gaps, lengths, sentinels, strict=False):
         source += [*text[at : at + gap].tolist(), sentinel]
         target += [sentinel, *text[at + gap : at + gap + span].tolist()]
         at += gap + span
-    target = target[:seq]
-    labels = torch.tensor(target + [0] * (seq - len(target)))
+    source = source[: source_length - len(end)] + end
+    target = [*target, sentinels[count], *end][:seq]
+    labels = torch.tensor(target + [ids.padding] * (seq - len(target)))
     return {
-        "source": torch.tensor(source[:source_length]),
-        "tokens": torch.cat([torch.zeros(1, dtype=torch.int64), labels[:-1]]),
+        "source": torch.tensor(source),
+        "tokens": torch.cat([torch.tensor([ids.start]), labels[:-1]]),
         "labels": labels,
         "mask": torch.arange(seq) < len(target),
     }

@@ -84,7 +84,7 @@ def _check_ids(graph: Graph, node: Node, x: Tensor) -> None:
         return
     if (least := int(x.min())) < 0:
         raise UserError(f"{node.name} of a sample has the id {least}: ids are 0 or more\nhide positions with a mask")
-    if (rows := _rows(graph, node)) and int(x.max()) >= rows:
+    if (rows := table_rows(graph, node)) and int(x.max()) >= rows:
         raise UserError(f"{node.name} of a sample has the id {int(x.max())}: {graph.name} has ids below {rows} there")
 
 
@@ -105,7 +105,7 @@ def _check_documents(graph: Graph, node: Node, x: Tensor) -> None:
                     )
 
 
-def _rows(graph: Graph, node: Node) -> int | None:
+def table_rows(graph: Graph, node: Node) -> int | None:
     """Return the rows of the smallest table that looks up the ids of an input, or the classes of its logits."""
     rows = []
     for reader in (n for n in graph.nodes if node.name in n.inputs):

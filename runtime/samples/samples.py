@@ -34,10 +34,12 @@ from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 
-from .denoising import masked, noise_of, spans, text_length
+from .denoising import TargetIds, masked, sentinels_of, spans, text_length
+from .sample_checks import table_rows
 
 Sample = dict[str, Tensor]
 
+TOKEN_TYPES = ("types", "token_type_ids")  # names of inputs of token types, as BERT's
 END = 0  # the token after each document, of text that comes without its documents
 
 
@@ -47,12 +49,13 @@ class Objective(Enum):
     NEXT = "the token after each position"
     MASKED = "the tokens before masking"
     SPANS = "the removed spans of the source"
-    CLASSES = "the class of an image or a text"
+    CLASSES = "the class of each sample"
+    TAGS = "the class of each token"
 
     @property
     def predicts_text(self) -> bool:
         """Return whether the losses are those of tokens of text."""
-        return self is not Objective.CLASSES
+        return self not in (Objective.CLASSES, Objective.TAGS)
 
 
 def objective_of(graph: Graph) -> Objective:
@@ -63,7 +66,22 @@ def objective_of(graph: Graph) -> Objective:
         SequenceToSequence: Objective.SPANS,
         Classification: Objective.CLASSES,
     }
-    return next((o for kind, o in kinds.items() if any(isinstance(op, kind) for op in ops)), Objective.NEXT)
+    found = next((o for kind, o in kinds.items() if any(isinstance(op, kind) for op in ops)), Objective.NEXT)
+    return Objective.TAGS if found in (Objective.NEXT, Objective.MASKED) and _predicts_tags(graph) else found
+
+
+def _predicts_tags(graph: Graph) -> bool:
+    """Return whether a model predicts other ids than it reads: its logits are not as many as its table has rows."""
+    shapes = [graph.nodes[graph.index[name]].shape for name in graph.predictions[:1]]
+    rows = _text_rows(graph)
+    return rows is not None and any("vocab" in shape and shape["vocab"].known != rows for shape in shapes)
+
+
+def _text_rows(graph: Graph) -> int | None:
+    """Return the rows of the table that looks up the text, the first input of ids; None if there is none."""
+    texts = (n for n in graph.nodes if n.is_input and n.value.dtype is DType.INDEX)
+    texts = (n for n in texts if not isinstance(n.op, DocumentIndices) and n.name not in graph.only_for_losses)
+    return next((rows for n in texts if (rows := table_rows(graph, n))), None)
 
 
 def is_over_positions(loss: Node) -> bool:
@@ -83,9 +101,10 @@ class SampleMaker:
     text_ids: TokenIds = BYTE_IDS  # of the tokens of text
     documents: Tensor | None = None  # of the text of one sample: the document of each token, [length]
     counted: Tensor | None = None  # of the text of one sample: whether the token is predicted, [length]; None: all are
+    synthetic: bool = False  # labels and images, which text does not have, are made up
 
     @classmethod
-    def of(cls, graph: Graph, seq: int, text_ids: TokenIds = BYTE_IDS) -> SampleMaker:
+    def of(cls, graph: Graph, seq: int, text_ids: TokenIds = BYTE_IDS, *, synthetic: bool = False) -> SampleMaker:
         """Return the maker of a model's samples of `seq` tokens. Raise UserError if it predicts something else."""
         (name,) = (graph.predictions[:1]) or ("",)
         shape = graph.nodes[graph.index[name]].shape
@@ -94,7 +113,7 @@ class SampleMaker:
                 f"{name} of {graph.name} is {shape}, not logits with a dim `vocab`, so there are no labels for it\n"
                 "give steps with a data_step of your own"
             )
-        return cls(graph, seq, objective_of(graph), shape["vocab"].known, text_ids)
+        return cls(graph, seq, objective_of(graph), shape["vocab"].known, text_ids, synthetic=synthetic)
 
     def reading(self, window: Window) -> SampleMaker:
         """Return the maker of the sample of this window, with its document boundaries and its predicted tokens."""
@@ -104,7 +123,20 @@ class SampleMaker:
     @property
     def length(self) -> int:
         """Return the number of tokens of text that a sample reads."""
-        return text_length(self.source) if self.objective is Objective.SPANS else self.seq + 1
+        if self.objective is Objective.SPANS:
+            return text_length(self.source, ends=self.text_ids.eos is not None)
+        return self.seq + 1
+
+    def check_labels(self, data: str = "text") -> None:
+        """Raise UserError if the model needs labels or images, and they are not made up. data: words for the text."""
+        images = any("height" in n.shape for n in self.graph.nodes if n.is_input)
+        needs = (["images"] if images else []) + ([] if self.objective.predicts_text else [self.objective.value])
+        if needs and not self.synthetic:
+            raise UserError(
+                f"{self.graph.name} needs {' and '.join(needs)}, and {data} has none\n"
+                "labels and images are not read from files yet: make samples in a data_step of your own (see the guide "
+                "on losses), or give --data synthetic for made-up ones"
+            )
 
     @property
     def source(self) -> int:
@@ -120,10 +152,16 @@ class SampleMaker:
             case Objective.MASKED:
                 return ids.vocab + (ids.mask is None)
             case Objective.SPANS:
-                count = noise_of(self.length)[1]
+                count = sentinels_of(self.length)
                 return ids.vocab + (count if len(ids.sentinels) < count else 0)
         reads_text = any(n.is_input and n.value.dtype is DType.INDEX for n in self._inputs())
         return ids.vocab if reads_text and self.objective is Objective.NEXT else 0
+
+    @property
+    def _target_ids(self) -> TargetIds:
+        """Return the ids of a decoder's target: those of the declared loss, and those of the tokenizer."""
+        loss = next(n.op for n in self.graph.nodes if isinstance(n.op, SequenceToSequence))
+        return TargetIds(loss.start, loss.padding, self.text_ids.eos, self.text_ids.sentinels)
 
     @property
     def counts_some(self) -> bool:
@@ -134,7 +172,7 @@ class SampleMaker:
     def unit(self) -> str:
         """Return the unit of the loss; empty for a loss of the user's own."""
         if not self.objective.predicts_text:
-            return "nats (classification)"
+            return f"nats ({'synthetic ' if self.synthetic else ''}classification)"
         declared = any(isinstance(n.op, NextToken | MaskedToken | SequenceToSequence) for n in self.graph.nodes)
         return f"nats per {self.text_ids.unit}" if declared else ""
 
@@ -142,11 +180,23 @@ class SampleMaker:
     def counted_word(self) -> str:
         """Return what a loss is a mean over: samples, if each has a class or is summed before the mean."""
         losses = [n for n in self.graph.nodes if n.is_loss and not isinstance(n.op, Stacked)]
-        return "tokens" if any(map(is_over_positions, losses)) else "samples"
+        what = "tokens" if any(map(is_over_positions, losses)) else "samples"
+        return f"synthetic {what}" if self.synthetic else what
 
     def _inputs(self) -> list[Node]:
         """Return the inputs that more than losses read."""
         return [n for n in self.graph.nodes if n.is_input and n.name not in self.graph.only_for_losses]
+
+    @property
+    def drawn_ids(self) -> int:
+        """Return the number of ids of made-up text: the rows of the table, without ids for masks and spans."""
+        token, count = _image_tokens(self.graph)
+        match self.objective:
+            case Objective.MASKED:
+                return self.vocab - 1
+            case Objective.SPANS:
+                return self.vocab - sentinels_of(self.length)
+        return token if count else _text_rows(self.graph) or BYTE_IDS.vocab
 
     @property
     def ids(self) -> int:
@@ -155,7 +205,8 @@ class SampleMaker:
         return token if count else self.vocab
 
     def make(self, text: Tensor, i: int, seed: int) -> Sample:
-        """Return sample i. text: int64 [length]."""
+        """Return sample i. text: int64 [length]. Raise UserError for labels or images that text does not have."""
+        self.check_labels()
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, i))))
         parts = self._parts(text, random)
         if self.objective is not Objective.SPANS:
@@ -172,10 +223,13 @@ class SampleMaker:
             case Objective.MASKED:
                 return masked(text[:seq], random, self.vocab, self.text_ids)
             case Objective.SPANS:
-                return spans(text, random, self.vocab, seq, self.source, self.text_ids.sentinels)
+                return spans(text, random, self.vocab, seq, self.source, self._target_ids)
             case Objective.CLASSES:
-                label = torch.tensor(int(random.integers(self.vocab)))
+                label = torch.tensor(int(random.integers(self.vocab)))  # `check_labels` has asked for made-up ones
                 return {"tokens": text[:seq], "labels": label, "mask": torch.ones(seq, dtype=torch.bool)}
+            case Objective.TAGS:
+                tags = torch.from_numpy(random.integers(self.vocab, size=seq))
+                return {"tokens": text[:seq], "labels": tags, "mask": torch.ones(seq, dtype=torch.bool)}
         tokens, labels = text[:seq].clone(), text[1 : seq + 1].clone()
         token, count = _image_tokens(self.graph)
         if count >= seq:
@@ -222,8 +276,19 @@ class SampleMaker:
         if node.name in self.graph.only_for_losses:
             return parts["labels"]
         if node.name != self._first_ids(node):
-            return torch.arange(self.seq) * 2 // self.seq  # two segments, such as BERT's token types
+            return self._token_types(node, random)
         return parts["source" if "source" in shape else "tokens"]
+
+    def _token_types(self, node: Node, random: np.random.Generator) -> Tensor:
+        """Return token types: 0, because text has no pairs, or made-up ones. Raise UserError for another input."""
+        if self.synthetic:
+            return torch.from_numpy(random.integers(table_rows(self.graph, node) or 1, size=self.seq))
+        if node.name not in TOKEN_TYPES:
+            raise UserError(
+                f"the data has nothing for the input {node.name} of {self.graph.name}\n"
+                f"give steps with a data_step of your own, or name the input {TOKEN_TYPES[0]} if it is a token type"
+            )
+        return torch.zeros(self.seq, dtype=torch.int64)
 
     def _first_ids(self, node: Node) -> str:
         """Return the first input of ids of this shape that is read by more than losses: the text."""

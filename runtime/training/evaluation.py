@@ -15,13 +15,14 @@ from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, latest
+from megaloom.runtime.data.synthetic import SYNTHETIC
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .evaluated_text import ALL, EvaluatedText, evaluated_data, open_texts
-from .run_data import sample_of
+from .run_data import check_labels, sample_of
 from .run_folder import no_checkpoint, plan_and_model
 
 _CHANGED = "the data of the run are not those of step {step}: their files have changed since"
@@ -72,6 +73,8 @@ def evaluate_run(
     launcher.check(plan.layout.world)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
     asked = evaluated_data(folder, sources, part, split)
+    for source in asked.sources:
+        check_labels(maker.graph, [source])
     with TemporaryDirectory(prefix="megaloom-") as temporary:
         texts, digest = open_texts(asked, folder, maker, Path(temporary))
         done = launcher.run(
@@ -108,7 +111,8 @@ def _evaluate_on_rank(
     checkpoint.load(engine.state, found)
     losses = []
     for text in texts:
-        maker = SampleMaker.of(engine.graph, plan.workload.seq, text.ids)
+        synthetic = text.ids.name == SYNTHETIC
+        maker = SampleMaker.of(engine.graph, plan.workload.seq, text.ids, synthetic=synthetic)
         seq = maker.length - 1
 
         def sample(i: int, text: EvaluatedText = text, maker: SampleMaker = maker, seq: int = seq) -> Sample:

@@ -10,6 +10,8 @@ from megaloom.dsl.catalog import config_of
 from megaloom.dsl.graph import Model
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.launch.agreement import gathered
+from megaloom.runtime.optimizer.fine_tuning import fine_tuning_note
+from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.weights.given import GivenWeights, is_megatron, open_folder
 from megaloom.runtime.weights.tensor_folder import has_tensors
 
@@ -26,12 +28,15 @@ def open_weights(folder: Path) -> GivenWeights | MegatronWeights:
     return MegatronWeights(folder)
 
 
-def starting_notes(plan: Plan, model: Model, given: GivenWeights | MegatronWeights | None) -> Iterator[str]:
-    """Yield lines about the weights that a run starts from at step 0."""
+def starting_notes(
+    plan: Plan, model: Model, given: GivenWeights | MegatronWeights | None, recipe: Recipe
+) -> Iterator[str]:
+    """Yield lines about the weights that a run starts from at step 0. recipe: as the command gives it."""
     config = config_of(plan.model)
     if given:
         yield f"weights from {given}; the optimizer is fresh, and training starts at step 0"
         yield from given.notes(model)
+        yield fine_tuning_note(recipe, model)
     elif model.lora:
         yield "the frozen weights are random: give trained ones with --from FOLDER"
     elif config and has_tensors(config.parent):

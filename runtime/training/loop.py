@@ -25,6 +25,7 @@ from megaloom.runtime.checkpoints import checkpoint
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint
 from megaloom.runtime.checkpoints.saver import Saver
 from megaloom.runtime.data.part import DataPart, Window
+from megaloom.runtime.data.synthetic import NOTE, is_synthetic
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.megatron import device
@@ -67,10 +68,12 @@ def train_on_rank(run: TrainingRun) -> Summary:
     ):
         path = run.folder / METRICS_NAME if first else None
         metrics = MetricsFile(path, last_step=engine.done, trackers=trackers)
-        for note in starting_notes(run.plan, model, given) if not resumed else ():
+        for note in starting_notes(run.plan, model, given, recipe) if not resumed else ():
             display.print(note)
         if not_finite:
             display.print(not_finite)
+        if is_synthetic(run.corpus):
+            display.print(NOTE)
         if empty := empty_validation(run.corpus, run.options.get("split")):
             display.print(f"no held-out loss: {empty}; give it a larger share, such as --split 90,10")
         with existing_objects_frozen(), collected_signals(signals):
@@ -117,7 +120,9 @@ class Loop:
 
     @maker.default
     def _maker(self) -> SampleMaker:
-        return SampleMaker.of(self.engine.graph, self.run.plan.workload.seq, self.run.corpus.ids)
+        corpus = self.run.corpus
+        seq, synthetic = self.run.plan.workload.seq, is_synthetic(corpus)
+        return SampleMaker.of(self.engine.graph, seq, corpus.ids, synthetic=synthetic)
 
     @samples.default
     def _samples(self) -> int:
@@ -205,7 +210,8 @@ class Loop:
     def _diverged(self) -> str:
         """Return the last checkpoint and what to try after a loss or gradient that is not finite."""
         saved = f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
-        advice = f"try a --lr below {self.run.recipe.lr:g}, another --seed, or skip such steps with --skip-non-finite"
+        lr = self.engine.recipe.peak_lr
+        advice = f"try a --lr below {lr:g}, another --seed, or skip such steps with --skip-non-finite"
         return f"this step is not saved ({saved}); {advice}"
 
     def _evaluate(self, part: DataPart | None, name: str, *, last: bool = False) -> EvaluationResult | None:
@@ -316,6 +322,8 @@ class Loop:
             checkpoint=self.saved,
             stage_times=self.recorded.stage_times,
             trace=self.recorded.trace,
+            synthetic=is_synthetic(self.run.corpus),
+            lowest_lr=self.engine.recipe.lowest_lr,
         )
 
 

@@ -48,6 +48,7 @@ from .run_data import (
     as_sources,
     check_data,
     check_keep_best,
+    check_labels,
     check_rampup,
     check_tokenizer,
     open_data,
@@ -156,6 +157,7 @@ def check_start(model: Model, seq: int, folder: Path, data: DataOptions, weights
     saved = latest(folder, fingerprint=fingerprint(model))
     if weights is not None and saved is None:
         open_weights(weights).check(model)
+    check_labels(graph(model), data.sources)
     maker = SampleMaker.of(graph(model), seq)
     check_data(data, maker)
 
@@ -180,6 +182,7 @@ def prepare_run(
     The model, plan and options of a run that is continued stay as they are until its checkpoint is loaded.
     """
     model = check_model(plan)
+    check_labels(graph(model), data.sources, steps)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
     for name, every in (
         ("save-every", save_every),

@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus, indexed_corpus, open_corpus, parse_blend
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.split import DEFAULT_SPLIT, SplitUnit
+from megaloom.runtime.data.synthetic import SYNTHETIC, synthetic_corpus
 from megaloom.runtime.data.text_files import STDLIB, existing
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer, tokenizer_of
-from megaloom.runtime.engine.steps import Steps
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import Objective, Sample, SampleMaker
+
+if TYPE_CHECKING:
+    from megaloom.runtime.engine.steps import Steps  # its module imports megatron-core
 
 
 @frozen
@@ -40,6 +45,8 @@ def open_data(options: DataOptions, maker: SampleMaker, folder: Path) -> Corpus:
 
 def open_sources(sources: Sequence[str], split: str | None, folder: Path, maker: SampleMaker) -> Corpus:
     """Return the data that --data and --split name. Raise UserError for bad data, or of another vocabulary."""
+    if tuple(sources) == (SYNTHETIC,):
+        return synthetic_corpus(folder, maker.drawn_ids, maker.length, split)
     return open_corpus(sources, split, folder, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
 
 
@@ -51,11 +58,25 @@ def split_unit(maker: SampleMaker) -> SplitUnit:
 
 def check_data(options: DataOptions, maker: SampleMaker) -> None:
     """Raise UserError for data that `open_data` refuses, as far as that shows without copying text."""
+    if options.sources == (SYNTHETIC,):
+        return
     corpus = indexed_corpus(options.sources, options.split, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
     if corpus is not None:
         check_text(corpus, maker)
     elif (source := parse_blend(options.sources).names[0]) != STDLIB:
         existing(source)
+
+
+def check_labels(graph: Graph, sources: Sequence[str], steps: object = None) -> None:
+    """Raise UserError if a model needs labels or images, which the data have not and no data step makes."""
+    if not makes_samples(steps) and tuple(sources) != (SYNTHETIC,):
+        SampleMaker.of(graph, 1).check_labels(f"--data {' '.join(sources)}")
+
+
+def makes_samples(steps: object) -> bool:
+    """Return whether steps have a data step of their own, not that of `Steps`, whose module imports megatron-core."""
+    own = getattr(type(steps), "data_step", None)
+    return own is not None and own.__qualname__ != "Steps.data_step"
 
 
 def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:
@@ -65,7 +86,11 @@ def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:
         text = f"text is read as bytes, which are {ids.vocab} tokens"
         if ids.unit != "byte":
             text = f"the data's tokenizer has {ids.vocab:,} tokens ({ids.name})"
-        more = f", and its objective needs {needed - ids.vocab} more" if needed > ids.vocab else ""
+        more = ""
+        if needed > ids.vocab:
+            spans = maker.objective is Objective.SPANS
+            use = "sentinels of T5's span corruption, the objective of all encoder-decoders here" if spans else "masks"
+            more = f", and {needed - ids.vocab} more ids are needed for {use}"
         raise UserError(
             f"{maker.graph.name} has a vocabulary of {maker.vocab:,}; {text}{more}\n"
             f'declare Dim("vocab", {needed}) or more, or give --set vocab={needed} if the model has such an argument'

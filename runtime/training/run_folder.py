@@ -26,7 +26,7 @@ from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan
-from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.optimizer.recipe import Recipe, Schedule
 
 RUN_VERSION = 1
 """Version of run.json."""
@@ -176,4 +176,16 @@ def load_options(folder: Path) -> dict[str, Any]:
             f"{path} has version {raw.get('version')!r}; this megaloom reads version {RUN_VERSION}\n"
             "install the megaloom that wrote it, or train anew from the model's source"
         )
-    return dict(raw["options"])
+    return _consistent(raw["options"])
+
+
+def _consistent(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with a lowest learning rate that has an effect and is not above the peak.
+
+    Earlier versions wrote one that was above it, or for a constant schedule, and took the lower of the two.
+    """
+    peak, lowest = options.get("lr"), options.get("min_lr")
+    if options.get("schedule") == Schedule.CONSTANT:
+        return {name: value for name, value in options.items() if name != "min_lr"}
+    clamped = isinstance(peak, float | int) and isinstance(lowest, float | int) and lowest > peak
+    return {**options, "min_lr": peak} if clamped else dict(options)

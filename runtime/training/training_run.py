@@ -102,3 +102,5 @@ class Summary:
     checkpoint: Path
     stage_times: tuple[StageTime, ...] = ()  # of one step, by stage; none if no step was done
     trace: Path | None = None  # of the profiled step
+    synthetic: bool = False  # the data are made up
+    lowest_lr: float = 0.0  # at the end of the schedule

@@ -189,7 +189,8 @@ class ShortRun:
     def sample(self, step: int, i: int) -> Sample:
         """Return sample i of the global batch of a step."""
         engine = self.engine
-        maker, i = SampleMaker.of(engine.graph, engine.plan.workload.seq), step * engine.plan.workload.batch + i
+        maker = SampleMaker.of(engine.graph, engine.plan.workload.seq, synthetic=True)
+        i += step * engine.plan.workload.batch
         generator = torch.Generator().manual_seed(self.seed + i)
         text = torch.randint(maker.ids, (maker.length,), generator=generator)
         return engine.steps.data_step(maker, text, i, self.seed)

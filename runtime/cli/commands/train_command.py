@@ -132,11 +132,12 @@ def run_train(
     resume["set"] = () if _is_plan(model) or is_run(model) else as_words(arguments)
     trackers = {name: value for name, value in asdict(options["watching"]).items() if name != "profile"}
     resume |= {name: value for name, value in trackers.items() if value}
-    resume["steps"] = steps = 2 * max(recipe.steps, summary.step)
+    steps = 2 * max(summary.step, recipe.steps if options["epochs"] is None else 0)
+    by_steps = options["epochs"] is None
+    resume |= {"steps": steps} if by_steps else {"steps": None, "epochs": 2 * options["epochs"]}
     parts = [f"\nto train further: {_command(model, resume)}"]
     if recipe.schedule.has_end and recipe.decay_steps is None:
-        lowest = min(recipe.min_lr, recipe.lr)
-        parts.append(f"the learning rate stays at {lowest:g}; --decay-steps {steps} stretches its schedule")
+        parts.append(f"the learning rate stays at {summary.lowest_lr:g}; --decay-steps {steps} stretches its schedule")
     outside = outside_text(plan, summary, busy)
     print_on_first_rank(summary_report(summary, plan), *([outside] if outside else []), *parts)
     return 0
@@ -242,7 +243,7 @@ def _precision(load_options: Mapping[str, Any]) -> Precision:
 def _command(model: str, options: Mapping[str, Any]) -> str:
     """Return the command line with the options that differ from the defaults."""
     defaults = {**asdict(DEFAULT_RECIPE), "data": (STANDARD_LIBRARY,), "split": None, "out": None, "steps": None}
-    defaults |= {"save_every": SAVE_EVERY, "evaluate_every": EVALUATE_EVERY}
+    defaults |= {"epochs": None, "save_every": SAVE_EVERY, "evaluate_every": EVALUATE_EVERY}
     defaults |= {"evaluate_all": False, "keep_last": KEEP_LAST, "keep_best": KEEP_BEST, "set": ()}
     flags = [part for name, value in options.items() if value != defaults.get(name) for part in _flag(name, value)]
     return shlex.join([*_program(), "train", *([] if model == DEFAULT_MODEL else [model]), *flags])

@@ -121,3 +121,27 @@ def test_a_checkpoint_holds_the_scale(plan_of: Any, tmp_path: Path) -> None:
     resumed = trained(plan_of("tiny_llama", TP2, precision="fp16"), recipe, 4, tmp_path)
     assert [scale for *_, scale in resumed] == [scale for *_, scale in straight[22:]]
     assert [loss for loss, *_ in resumed] == pytest.approx([loss for loss, *_ in straight[22:]], abs=1e-2)
+
+
+def learning_rates(plan: Plan, recipe: Recipe, folder: Path) -> list[tuple[float, bool]]:
+    """On each rank: train five steps from the last checkpoint, and save. Return rates and skipped steps."""
+    from megaloom.runtime.engine.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], recipe)
+    engine.load(folder)
+    results = [engine.step(sample) for _ in range(5)]
+    engine.save(folder)
+    return [(r.lr, r.skipped) for r in results]
+
+
+def test_the_schedule_waits_in_skipped_steps(plan_of: Any, tmp_path: Path) -> None:
+    """As in Megatron-LM: the rate is that of the updates done, before and after a resume."""
+    plan = plan_of("tiny_llama", Layout(), precision="fp16")
+    recipe = Recipe(steps=10, lr=1e-2, min_lr=0.0, warmup=0, schedule="linear", initial_loss_scale=2.0**24)
+    found = [
+        row for _ in range(2) for row in launcher.run(learning_rates, (plan, recipe, tmp_path), 1, timeout=LIMIT)[0]
+    ]
+    skipped = [skipped for _, skipped in found]
+    assert 1 < sum(skipped) < 9
+    updates = [sum(not s for s in skipped[:i]) for i in range(10)]
+    assert [lr for lr, _ in found] == pytest.approx([1e-2 * (1 - k / 10) for k in updates])

@@ -8,9 +8,12 @@ import pytest
 import torch
 from attrs import evolve
 
+from megaloom.dsl import lora
+from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.runtime import Recipe
 from megaloom.runtime.megatron import device
+from megaloom.runtime.optimizer.fine_tuning import fine_tuning
 from megaloom.runtime.optimizer.recipe import Schedule
 
 MIN, MAX, END = 0.1, 0.5, 20
@@ -63,7 +66,8 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
 @pytest.mark.parametrize("case", FORMULAS)
 def test_a_schedule_has_its_formula(case: str) -> None:
     fields, formula = FORMULAS[case]
-    recipe = Recipe(steps=50, decay_steps=END, warmup=4, lr=MAX, min_lr=MIN, final_decay_steps=5, **fields)
+    lowest = {} if fields["schedule"] == "constant" else {"min_lr": MIN}
+    recipe = Recipe(steps=50, decay_steps=END, warmup=4, lr=MAX, final_decay_steps=5, **lowest, **fields)
     curve = rates(recipe, END + 11)
     assert curve[: END + 1] == pytest.approx([MAX * k / 4 for k in range(5)] + [formula(k) for k in range(5, END + 1)])
     assert curve[END + 1 :] == pytest.approx([MAX if recipe.schedule is Schedule.CONSTANT else MIN] * 10)
@@ -92,3 +96,47 @@ def test_another_schedule_ends_with_the_run() -> None:
 def test_a_final_decay_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match=r"--final-decay-steps 30 is longer than the schedule, which ends at step 20\n"):
         Recipe(steps=20, schedule="wsd", final_decay_steps=30)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("lr", [None, 5e-5])
+def test_by_default_a_schedule_ends_at_a_tenth_of_its_peak(schedule: str, lr: float | None) -> None:
+    curve = rates(Recipe(steps=20, warmup=2, lr=lr, schedule=schedule), 25)
+    assert curve[-1] == pytest.approx((lr or 3e-3) / 10)
+    assert max(curve) == pytest.approx(lr or 3e-3)
+
+
+def test_a_lowest_learning_rate_that_cannot_be_one_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--min-lr 6e-05 is above --lr 5e-05\ngive a --min-lr of at most 5e-05"):
+        Recipe(lr=5e-5, min_lr=6e-5)
+    with pytest.raises(UserError, match=r"--min-lr 0.01 is above --lr 0.003\n"):
+        Recipe(min_lr=0.01)
+    with pytest.raises(UserError, match=r"--min-lr 0.001 has no effect with --schedule constant\nomit it"):
+        Recipe(schedule="constant", min_lr=1e-3)
+
+
+@pytest.mark.parametrize(("lr", "lowest"), [(3e-3, 1e-4), (5e-5, 5e-5)])
+def test_a_run_of_an_earlier_version_keeps_its_learning_rates(lr: float, lowest: float) -> None:
+    saved = {"steps": 10, "schedule": "cosine", "lr": lr, "min_lr": 1e-4}
+    given = None if lr == 3e-3 else lr
+    continued = Recipe(steps=20, lr=given).continuing(saved)
+    assert (continued.peak_lr, continued.lowest_lr) == (lr, lowest)
+    assert Recipe(steps=20).continuing(saved).peak_lr == lr
+    assert Recipe(steps=20, lr=1e-2).continuing(saved).lowest_lr == pytest.approx(1e-3)
+    assert Recipe(steps=20, schedule="constant").continuing(saved).lowest_lr == lr
+
+
+def test_a_continued_run_keeps_what_fine_tuning_has_chosen() -> None:
+    saved = Recipe(lr=2e-5, router_bias_update_rate=0.0).as_saved()
+    continued = Recipe().continuing(saved)
+    assert (continued.peak_lr, continued.lowest_lr, continued.bias_update_rate) == (2e-5, pytest.approx(2e-6), 0.0)
+
+
+def test_fine_tuning_chooses_learning_rates_by_size_and_leaves_what_is_given() -> None:
+    small, large = (find(name)[0] for name in ("bert-base", "llama3-405b"))
+    middle = find("llama3-8b")[0]
+    assert [fine_tuning(Recipe(), m).lr for m in (small, middle, large)] == [5e-5, 2e-5, 1e-5]
+    assert [fine_tuning(Recipe(), lora(m, rank=4)).lr for m in (middle, large)] == [2e-4, 1e-4]
+    given = fine_tuning(Recipe(lr=1e-3, router_bias_update_rate=1e-3), find("deepseek-v3")[0])
+    assert (given.lr, given.bias_update_rate) == (1e-3, 1e-3)
+    assert fine_tuning(Recipe(), find("deepseek-v3")[0]).bias_update_rate == 0

@@ -26,6 +26,7 @@ from megaloom.dsl import (
     without_loss,
 )
 from megaloom.dsl.errors import UserError
+from megaloom.examples.bart import bart_base
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llava import clip, llava
 from megaloom.examples.scripts import own_steps
@@ -66,7 +67,7 @@ def text(i: int, count: int, ids: int) -> torch.Tensor:
 
 def sample(g: Graph, i: int, seq: int = SEQ) -> Sample:
     """Return sample i of a model."""
-    maker = SampleMaker.of(g, seq)
+    maker = SampleMaker.of(g, seq, synthetic=True)
     return maker.make(text(i, maker.length, maker.ids), i, SEED)
 
 
@@ -114,7 +115,11 @@ def test_masked_tokens_are_the_labels() -> None:
     assert not (changed & ~x["mask"]).any()
     assert 0.1 < x["mask"].float().mean() < 0.2
     assert 0.7 < (x["tokens"][x["mask"]] == 130).float().mean() < 0.9  # the last id is the mask's
-    assert x["types"].unique().tolist() == [0, 1]
+
+
+def test_token_types_are_zero_because_the_data_have_no_pairs() -> None:
+    maker = SampleMaker.of(graph(tiny_bert()), SEQ)
+    assert maker.make(text(1, maker.length, maker.ids), 1, SEED)["types"].unique().tolist() == [0]
 
 
 def test_removed_spans_and_the_rest_are_the_text() -> None:
@@ -124,13 +129,24 @@ def test_removed_spans_and_the_rest_are_the_text() -> None:
     assert x["tokens"].tolist()[: len(target)] == [0, *target[:-1]]
     sentinels = [t for t in target if t >= BYTES]
     assert sentinels == [32127 - k for k in range(len(sentinels))]
+    assert target[-2:] == [sentinels[-1], 0]  # the last sentinel, and the end, which is 0 for bytes
+    assert (x["source_tokens"] >= BYTES).sum() == len(sentinels) - 1
+    assert x["source_tokens"][-1] == 0
     removed = {s: target[target.index(s) + 1 :] for s in sentinels}
     whole: list[int] = []
     for t in x["source_tokens"].tolist():
         after = removed.get(t)
         stop = next((i for i, u in enumerate(after) if u >= BYTES), len(after)) if after is not None else 0
         whole += [t] if after is None else after[:stop]
-    assert whole[:64] == text(1, maker.length, maker.ids).tolist()[:64]
+    assert whole[:-1] == text(1, maker.length, maker.ids).tolist()[: len(whole) - 1]
+    assert maker.length - len(whole) < 2
+
+
+def test_a_decoder_starts_with_the_token_that_its_loss_declares() -> None:
+    x = sample(graph(bart_base()), 1)
+    target = x["labels"][x["mask"]].tolist()
+    assert x["tokens"].tolist() == [2, *target, *[1] * (SEQ - len(target))][:SEQ]
+    assert x["labels"].tolist() == [*target, *[1] * (SEQ - len(target))]
 
 
 def test_text_after_an_image_counts() -> None:

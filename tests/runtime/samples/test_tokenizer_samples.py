@@ -50,12 +50,13 @@ def test_removed_spans_have_the_tokenizers_sentinels() -> None:
     assert without.needed_ids > 100
     sample, above = made(g, WITH_SPANS), made(g, PLAIN)
     target = sample["labels"][sample["mask"]].tolist()
+    assert target.pop() == PLAIN.eos
     sentinels = [t for t in target if t >= 60]
     assert sentinels == list(WITH_SPANS.sentinels[: len(sentinels)])
     assert len(sentinels) == without.needed_ids - 100
     vocab = maker.vocab
     expected = [vocab - 1 - WITH_SPANS.sentinels.index(t) if t >= 60 else t for t in target]
-    assert above["labels"][above["mask"]].tolist() == expected
+    assert above["labels"][above["mask"]].tolist() == [*expected, PLAIN.eos]
 
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_t5, chat_decoder])

@@ -54,7 +54,7 @@ class Oracle:
             {"params": [w for s, w in trained if is_decayed(s) is decay], "weight_decay": amount}
             for decay, amount in ((True, recipe.weight_decay), (False, 0.0))
         )
-        optimizer = torch.optim.AdamW(list(groups), recipe.lr, (recipe.beta1, recipe.beta2), recipe.eps)
+        optimizer = torch.optim.AdamW(list(groups), recipe.peak_lr, (recipe.beta1, recipe.beta2), recipe.eps)
         return cls(model, recipe, weights, optimizer)
 
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
@@ -66,7 +66,7 @@ class Oracle:
         loss, _, choices = self._backward(batch)
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.recipe.clip_grad).item()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.lr if lr is None else lr
+            group["lr"] = self.recipe.peak_lr if lr is None else lr
         self.optimizer.step()
         for name, chosen in choices.items():
             counts = chosen.flatten(0, -2).sum(0)
