@@ -19,7 +19,7 @@ from .token_ids import TokenIds
 SYNTHETIC = "synthetic"
 """The word of --data that asks for made-up text, labels and images."""
 NOTE = f"data: {SYNTHETIC}: tokens, labels and images are made up, and losses on them say nothing of a model's quality"
-TRAINING, HELD_OUT = 2**20, 2**16  # tokens, if samples are not longer
+PART_TOKENS = 2**20, 2**16  # of training and validation, if samples are not longer
 SAMPLES = 8  # least number of samples in a part
 DOCUMENT = 256  # tokens
 SEED = 0
@@ -39,7 +39,7 @@ def synthetic_corpus(folder: Path, ids: int, length: int, split: str | None = No
         raise UserError(
             f"--split {split} is for indexed datasets, and --data {SYNTHETIC} makes its parts itself\nomit it"
         )
-    counts = [max(count, SAMPLES * length) for count in (TRAINING, HELD_OUT)]
+    counts = [max(count, SAMPLES * length) for count in PART_TOKENS]
     folder.mkdir(parents=True, exist_ok=True)
     train, validation = (_part(folder, number, count, ids) for number, count in enumerate(counts))
     digest = blake2b(repr((SYNTHETIC, ids, counts)).encode(), digest_size=16).hexdigest()

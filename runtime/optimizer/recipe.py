@@ -43,7 +43,7 @@ DEFAULT_BIAS_UPDATE_RATE = 1e-3
 LOWEST = 0.1
 """The default of --min-lr, as a share of --lr (Touvron et al., arXiv:2307.09288, section 2.2)."""
 
-KEPT = ("lr", "router_bias_update_rate")
+STAYING = ("lr", "router_bias_update_rate")
 """Fields that a continued run keeps, unless others are given."""
 
 Validator = Callable[[Any, "Attribute[Any]", Any], None]
@@ -184,7 +184,7 @@ class Recipe:
         """
         end = saved.get("decay_steps", saved.get("steps"))  # checkpoints of earlier versions have steps only
         one_schedule = saved.get("schedule", Schedule.COSINE) == self.schedule and self.schedule.has_end
-        kept: Any = {n: saved[n] for n in KEPT if getattr(self, n) is None and saved.get(n) is not None}
+        kept: Any = {n: saved[n] for n in STAYING if getattr(self, n) is None and saved.get(n) is not None}
         new = evolve(self, **kept)
         lowest = saved.get("min_lr")
         keeps = self.min_lr is None and new.schedule is not Schedule.CONSTANT and new.peak_lr == saved.get("lr")
