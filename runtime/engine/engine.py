@@ -42,6 +42,7 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 from .gradients import WeightGradient, gather_gradients
 from .loss_totals import LossTerms, LossTotals
 from .own_batches import Batch, captured_logits, filled, gathered_logits, global_samples, samples_of
+from .own_sums import evaluated
 from .pipeline_run import MicroBatches, PipelineRun, Samples, Step
 from .results import EvaluationResult, StepResult
 from .shared_batches import SharedBatches, is_absent
@@ -200,7 +201,7 @@ class Engine:
             samples = agreed(partial(self._samples_of, self.shared.of(next(own, None))))
             part = self.pipeline.own_part(len(samples))
             if not part.starts:
-                return total.evaluation
+                return evaluated(total, run)
             last = samples[-1] if samples else last
             rows = agreed(partial(filled, samples, last))
             with torch.no_grad():

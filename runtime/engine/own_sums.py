@@ -13,6 +13,9 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 
+from .loss_totals import LossTotals
+from .results import EvaluationResult
+
 EQUAL = 1e-5  # relative: ranks that compute with equal numbers in another order differ by less
 
 
@@ -43,3 +46,14 @@ def _check(step: Callable[..., Any], returned: Sequence[Tensor], groups: Process
                 "return sums over whole sequences and the whole vocabulary: take values by outputs.gathered(NAME) or "
                 "token_log_probs(outputs, labels)"
             )
+
+
+def evaluated(totals: LossTotals, step: Callable[..., Any]) -> EvaluationResult:
+    """Return the result of an evaluation. Raise UserError if nothing was evaluated, which has no mean."""
+    if not float(totals.sums[1]):
+        raise UserError(
+            f"nothing was evaluated: the weight_sum of all calls of {step.__qualname__} is 0\n"
+            "give at least one batch; an evaluation runs micro-batches of one sequence, so a loss of pairs needs a "
+            "validation_step of its own"
+        )
+    return totals.evaluation

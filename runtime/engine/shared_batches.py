@@ -72,8 +72,8 @@ class SharedBatches:
         for rank, (dp_rank, absent, found) in enumerate(torch.stack(rows).tolist()):
             if not absent and first.setdefault(dp_rank, (rank, found))[1] != found:
                 self._refuse_other(batch, dp_rank, first[dp_rank][0], rank)
-        if training and len(first) > 1 and len({found for _, found in first.values()}) == 1:
-            self._warn_of_repeated()
+        if training:
+            self._warn_of_repeated({dp_rank: found for dp_rank, (_, found) in first.items()})
         return any(absent for _, absent, _ in torch.stack(rows).tolist())
 
     def _refuse_other(self, batch: Any, dp_rank: int, first: int, other: int) -> None:
@@ -86,17 +86,23 @@ class SharedBatches:
             f"rank {dp_rank}: {', '.join(filter(None, names)) or 'the text'} differs\n{ONE_BATCH}"
         )
 
-    def _warn_of_repeated(self) -> None:
-        """Warn once, on rank 0."""
-        if not self.warned and dist.get_rank() == 0:
+    def _warn_of_repeated(self, found: dict[int, int]) -> None:
+        """Warn once, on rank 0, of data-parallel ranks whose batches have one digest. found: their digests."""
+        equal: dict[int, list[int]] = {}
+        for dp_rank, one in sorted(found.items()):
+            equal.setdefault(one, []).append(dp_rank)
+        ranks = max(equal.values(), key=len, default=[])
+        if len(ranks) < 2 or self.warned:
+            return
+        self.warned = True
+        if dist.get_rank() == 0:
             warnings.warn(
-                "all data-parallel ranks have the same batch, so the step trains on each of its rows "
-                f"{self.groups.layout.dp} times: give each data-parallel rank its own, for a DataLoader by "
+                f"data-parallel ranks {', '.join(map(str, ranks))} have the same batch, so a step trains on each of "
+                f"its rows {len(ranks)} times: give each data-parallel rank its own rows, for a DataLoader by "
                 "DistributedSampler(data, num_replicas=plan.layout.dp, rank=engine.groups.dp_rank)",
                 RepeatedRows,
                 stacklevel=6,
             )
-        self.warned = True
 
     def _of_first_rank(self, batch: Any) -> Any:
         """Return the batch of the first rank of this data-parallel rank: of index 0 on the axes pp, cp and tp."""

@@ -206,6 +206,9 @@ def refusals(plan: Plan) -> dict[str, str]:
             out[name] = ""
         except UserError as error:
             out[name] = str(error)
+    of_pairs = shard(find(plan.model)[0], plan, RECIPE, steps=Objective("preferences"))
+    with pytest.raises(UserError, match=r"nothing was evaluated: the weight_sum of all calls of .*_step is 0"):
+        of_pairs.evaluate([batch])
     engine = shard(find(plan.model)[0], plan, RECIPE)
     with pytest.raises(UserError) as raised:
         engine.step(batch)

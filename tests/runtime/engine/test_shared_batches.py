@@ -122,5 +122,7 @@ def test_rows_that_data_parallel_ranks_repeat_are_told_once(plans: dict[str, Pla
     found = under_layouts(repeated, {name: plans[name] for name in ("DP2", "DP2 TP2")})
     for first, *others in found.values():
         assert [len(messages) for messages in first] == [0, 1, 0]
-        assert "trains on each of its rows 2 times" in first[1][0]
+        assert first[1][0].startswith(
+            "data-parallel ranks 0, 1 have the same batch, so a step trains on each of its rows 2"
+        )
         assert others == [[[], [], []]] * len(others)
