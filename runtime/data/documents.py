@@ -206,8 +206,6 @@ def _jsonl(path: Path, chunk: Chunk, key: str) -> Iterator[Document]:
                 row = parse_json(line)
             except ValueError as error:
                 raise UserError(f"{_line(path, at)} is not JSON: {_first_line(error)}") from None
-            except RecursionError:
-                raise UserError(f"{_line(path, at)} is nested too deeply\ngive a text under {key!r}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{_line(path, at)} is not a JSON object\ngive one object per line, with a key {key!r}")
             if key not in row:

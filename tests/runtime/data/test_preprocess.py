@@ -246,7 +246,7 @@ if __name__ == "__main__":
         ),
         (
             lambda p: p.write_text('{"text": "a"}\n' + "[" * 100_000 + "\n"),
-            r"line 2, is nested too deeply\ngive a text",
+            r"line 2, is not JSON: it is nested too deeply",
         ),
         (lambda p: p.write_text(""), r"a.jsonl is empty"),
         (lambda p: p.write_text('{"text": ""}\n'), r"no text in .*a.jsonl: every document is empty"),

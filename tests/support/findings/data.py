@@ -182,7 +182,6 @@ def weights_with_nan(folder: Path) -> str:
         "1",
         "--devices",
         "1",
-        "--skip-non-finite",
     )
     ended = megaloom(folder, "train", "--from", "model", *options)
     lines = [line for line in ended.text.splitlines() if "NaN or infinite values in" in line]
@@ -193,7 +192,8 @@ def weights_with_nan(folder: Path) -> str:
 
 @finding("newcomer A4", "README's data example is refused, and only after a plan was searched", Verdict.MENDED)
 def data_example(folder: Path) -> str:
-    (folder / "books.jsonl").write_text('{"text": "the purpose of life is to be"}\n' * 2000)
+    lines = [json.dumps({"text": f"{i} foxes and {i * i} dogs"}) for i in range(20_000)]
+    (folder / "books.jsonl").write_text("\n".join(lines) + "\n")
     made = megaloom(folder, "data", "books.jsonl", "-o", "books", "--train-vocab", "8192")
     passes(made, "megaloom train --set vocab=")
     wrong = megaloom(folder, "train", "--data", "books")
