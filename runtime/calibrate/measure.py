@@ -48,7 +48,7 @@ class Measurements:
 
 @frozen
 class Scope:
-    """What is measured: everything, or in a few seconds what a plan for CPU processes of this machine needs."""
+    """Extent of a measurement: everything, or in a few seconds what a plan for CPU processes of this machine needs."""
 
     seconds: float = SERIES_SECONDS  # of a series
     products: tuple[tuple[torch.dtype, int, int, int], ...] | None = None  # None: those of this device

@@ -6,7 +6,7 @@ from megaloom.runtime.cli.address_space import within_address_space
 from megaloom.runtime.launch.stop_signals import until_stopped
 
 
-def main() -> int:
+def run_program() -> int:
     """Run the command, and return its exit code. Signals are heard from here on, while the command line is imported."""
     return until_stopped(lambda: within_address_space(_run))
 
@@ -18,4 +18,4 @@ def _run() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program())

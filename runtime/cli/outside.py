@@ -1,4 +1,4 @@
-"""Why the steps of a run took longer or shorter than the 90 % interval of its plan, in one line."""
+"""One line on why the steps of a run took longer or shorter than the 90 % interval of its plan."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _deferred_signals(words: SignalWords) -> Iterator[list[int]]:
 
     def collect(number: int) -> None:
         stops = any(each != signal.SIGUSR2 for each in caught)
-        say(number, words.save if number == signal.SIGUSR2 else words.again if stops else words.stop)
+        say(number, words.save if number == signal.SIGUSR2 else words.second if stops else words.stop)
         caught.append(number)
 
     with handled((*STOPPING, signal.SIGUSR2), collect):

@@ -24,10 +24,10 @@ NOT_TRAINING = "ignored: it saves a checkpoint, and training has not begun"
 
 @frozen
 class SignalWords:
-    """What is said at once to a signal that is heard while ranks run."""
+    """Words that are said at once to signals that are heard while ranks run."""
 
     stop: str = "ending the ranks"
-    again: str = "ending at once"  # to a second one
+    second: str = "ending at once"  # to a second one
     save: str = "ignored: nothing is trained here"  # to SIGUSR2
 
 

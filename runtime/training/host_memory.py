@@ -1,4 +1,4 @@
-"""Whether the ranks of a plan that run on the CPUs of this host fit into its memory."""
+"""Check that the ranks of a plan that run on the CPUs of this host fit into its memory."""
 
 from __future__ import annotations
 

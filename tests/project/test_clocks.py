@@ -7,7 +7,7 @@ from tests.support.paths import ROOT
 SETTABLE = re.compile(r"\btime\.time\(|\bfrom time import [^\n]*\btime\b|\.now\(|\.today\(|st_mtime\b(?!_ns)|getmtime")
 REASONS = {
     "runtime/metrics/display.py": "names a clock that has moved",
-    "runtime/cli/commands/measure_command.py": "the date in a file of measurements",
+    "runtime/cli/profile.py": "the date in a file of measurements",
 }
 
 

@@ -23,6 +23,7 @@ REASONS = {
     "planner/export/export.py": "start-up time: `--help` lists the targets without loading their writers",
     "planner/export/target.py": "start-up time: `--help` lists the targets without loading dsl",
     "planner/hardware/cluster_names.py": "start-up time: a cluster file is read only if one is named",
+    "runtime/cli/__main__.py": "signals are heard while the command line is imported",
     "runtime/cli/main.py": "start-up time, and torch may be missing: each command loads its own module",
     "runtime/cli/run_commands.py": "start-up time, and torch may be missing: each command loads its own module",
     "runtime/cli/training_commands.py": "start-up time, and torch may be missing: each command loads its own module",
