@@ -1,5 +1,7 @@
 """Gemma 3 (arXiv:2503.19786), its text decoder: five local layers for each global one, norms on queries and keys."""
 
+from itertools import groupby
+
 from megaloom.dsl import (
     Attention,
     Dim,
@@ -29,6 +31,12 @@ NORM = RMSNorm(1e-6, plus_one=True)
 EACH = 6  # layers in a pattern: five local ones and a global one
 LOCAL, GLOBAL = Rope(10_000), Rope(1e6)
 STRETCHED = Rope(1e6, scaling=LinearScaling(8.0))
+LOCAL_KIND, GLOBAL_KIND = "sliding_attention", "full_attention"  # Hugging Face's words
+
+
+def usual_kinds(layers: int, each: int = EACH) -> tuple[str, ...]:
+    """Return the kind of each layer where every `each`th one is global."""
+    return tuple(LOCAL_KIND if i % each < each - 1 else GLOBAL_KIND for i in range(layers))
 
 
 def gemma3(
@@ -46,8 +54,12 @@ def gemma3(
     rope: Rope = STRETCHED,
     vocab: int = 262208,
     attention_dropout: float = 0.0,
+    kinds: tuple[str, ...] = (),
 ) -> Model:
-    """A Gemma 3 of any size. local_rope, rope: rotary positions of local and of global layers."""
+    """A Gemma 3 of any size. local_rope, rope: rotary positions of local and of global layers.
+
+    kinds: LOCAL_KIND or GLOBAL_KIND for each layer; by default every sixth is global.
+    """
 
     def block(rope: Rope, window: int | None) -> Layer:
         attention = Attention(
@@ -64,8 +76,13 @@ def gemma3(
 
     local, whole = block(local_rope, window), block(rope, None)
     wte = weight("wte", Dim("vocab", vocab), Dim("embed", embed))
-    x = ids() >> Embed(wte) >> Scale(embed**0.5) >> repeat(layers // EACH, *[local] * (EACH - 1), whole)
-    x = x >> repeat(layers % EACH, local) if layers % EACH else x
+    x = ids() >> Embed(wte) >> Scale(embed**0.5)
+    if kinds and kinds != usual_kinds(layers):
+        for kind, run in groupby(kinds):
+            x = x >> repeat(len(list(run)), whole if kind == GLOBAL_KIND else local)
+    else:
+        x = x >> repeat(layers // EACH, *[local] * (EACH - 1), whole) if layers >= EACH else x
+        x = x >> repeat(layers % EACH, local) if layers % EACH else x
     return model(name, x >> NORM >> Unembed(wte) >> NextToken())
 
 
@@ -92,10 +109,10 @@ QK_NORMS = {f"self_attn.{n}_norm.weight": flat(f"attention.0.{n}_norm.scale") fo
 def config(c: Config, name: str) -> Model:
     checked(c)
     layers = c.layers("num_hidden_layers")
-    kinds = ["full_attention" if i % EACH == EACH - 1 else "sliding_attention" for i in range(layers)]
-    c.only("layer_types", kinds, default=kinds)
-    for pattern in ("sliding_window_pattern", "_sliding_window_pattern"):
-        c.only(pattern, EACH, default=EACH)
+    each = c.whole(c.first_present("sliding_window_pattern", "_sliding_window_pattern"), EACH)
+    kinds = tuple(c.array("layer_types", [*usual_kinds(layers, each)]))
+    if len(kinds) != layers or any(kind not in (LOCAL_KIND, GLOBAL_KIND) for kind in kinds):
+        raise c.unsupported("layer_types", f"supported: {layers} of {LOCAL_KIND} and {GLOBAL_KIND}")
     c.only("attn_logit_softcapping", default=None)
     c.only("final_logit_softcapping", default=None)
     if c.is_null("rope_parameters") or "rope_parameters" not in c.fields:
@@ -116,4 +133,5 @@ def config(c: Config, name: str) -> Model:
         rope=rotation(c, 1e6, kind="full_attention"),
         vocab=c.whole("vocab_size", 262208),
         attention_dropout=c.rate("attention_dropout", 0.0),
+        kinds=kinds,
     )

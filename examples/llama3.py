@@ -40,13 +40,21 @@ def llama(
     head_dim: int | None = None,
     eps: float = 1e-5,
     tied: bool = False,
+    attention_bias: bool = False,
     attention_dropout: float = 0.0,
 ) -> Model:
-    """A Llama of any size."""
+    """A Llama of any size. attention_bias: of all four projections."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, dropout=attention_dropout)
+    attention = Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=rope,
+        bias=attention_bias,
+        dropout=attention_dropout,
+    )
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
     return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head) >> NextToken())
 
@@ -112,11 +120,13 @@ def decoder(layer: Tensors, unused: tuple[str, ...] = ()) -> Names:
     return Names(WHOLE, {"model.layers.{layer}.": layer}, unused=(*unused, angles), copies=copies)
 
 
-@reads("LlamaForCausalLM", names=decoder(NORMS | ATTENTION | SWIGLU))
+BIASES = {f"self_attn.{n}_proj.bias": flat(f"attention.0.{n}_bias") for n in "qkvo"}
+
+
+@reads("LlamaForCausalLM", names=decoder(NORMS | ATTENTION | BIASES | SWIGLU))
 def config(c: Config, name: str) -> Model:
     heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     c.only("hidden_act", "silu", default="silu")
-    c.only("attention_bias", False, default=False)
     c.only("mlp_bias", False, default=False)
     return llama(
         name,
@@ -130,5 +140,6 @@ def config(c: Config, name: str) -> Model:
         head_dim=c.head_dim(embed, heads),
         eps=c.number("rms_norm_eps", 1e-6),
         tied=c.flag("tie_word_embeddings", False),
+        attention_bias=c.flag("attention_bias", False),
         attention_dropout=c.rate("attention_dropout", 0.0),
     )

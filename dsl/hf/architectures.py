@@ -77,8 +77,10 @@ def reads(
     return lambda function: Reader(architectures, function, names, std, std_field)
 
 
-def read(config: str | Path | Mapping[str, Any], *, balance: float | None = None) -> Model:
-    """Return the model that a config.json describes, given as a file, a folder with one, or its fields.
+def read(config: object, *, balance: float | None = None) -> Model:
+    """Return the model that a config.json describes: a file, a folder with one, its fields, or a transformers object.
+
+    A configuration of transformers, or a model with one, stands for the fields of its `to_dict()`.
 
     The model has the name of the file or, for a file named config.json, of its folder. balance: the coefficient of the
     balancing loss of experts. By default it is the config's if `output_router_logits` is true, else 0, as in training
@@ -96,8 +98,16 @@ def read(config: str | Path | Mapping[str, Any], *, balance: float | None = None
     return read
 
 
-def open_config(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:
-    """Return the fields of a config.json and the name for its model."""
+def open_config(config: object) -> tuple[Config, str]:
+    """Return the fields of a config.json and the name for its model. Raises UserError for another kind of object."""
+    described = getattr(config, "config", config)  # of a model of transformers
+    if not isinstance(config, str | Path | Mapping):
+        if not hasattr(described, "to_dict"):
+            raise UserError(
+                f"a {type(config).__name__} does not describe a Hugging Face model\n"
+                "give a config.json, its folder, its fields, or a configuration of transformers"
+            )
+        config = described.to_dict()
     if isinstance(config, Mapping):
         name = config.get("_name_or_path") or config.get("model_type") or "model"
         return Config(config, "config"), Path(str(name)).name
@@ -133,7 +143,7 @@ def reader(config: Config) -> Reader:
     known = {a: r for r in _readers() for a in r.architectures}
     named = [str(a) for a in config.array("architectures", [])]
     kinds = {_kind(a): a for a in reversed(known)}  # the first architecture of a kind
-    kind = config.text("model_type", "").removesuffix("_text").replace("_", "")
+    kind = config.text("model_type", "").removesuffix("_text").replace("_", "").replace("-", "")
     if "stages" in config.fields and not named:
         raise UserError(f"{config.where} is a plan, not a model\nto show it: megaloom explain {config.where}")
     if not named and kind not in kinds:

@@ -124,7 +124,7 @@ def test_a_missing_field_is_named() -> None:
         ("tie_word_embeddings", 1, "tie_word_embeddings must be true or false, got 1"),
         ("rope_scaling", "llama3", 'rope_scaling must be an object, got "llama3"'),
         ("hidden_act", "gelu", 'hidden_act = "gelu" is not supported\nsupported: "silu"'),
-        ("attention_bias", True, "attention_bias = true is not supported\nsupported: false"),
+        ("mlp_bias", True, "mlp_bias = true is not supported\nsupported: false"),
     ],
 )
 def test_a_wrong_value_is_named(field: str, value: object, message: str) -> None:
@@ -535,3 +535,26 @@ def test_steps_of_a_state_space_without_a_limit(limit: float, works: bool) -> No
         assert fingerprint(read(fields | {"time_step_limit": [0.0, limit]})) == fingerprint(read(fields))
     else:
         assert "time_step_limit = [0.0, 0.1] is not supported" in refused(fields | {"time_step_limit": [0.0, limit]})
+
+
+class Described:
+    """A stand-in for a configuration of transformers, which these tests do not import."""
+
+    def to_dict(self) -> dict[str, object]:
+        return dict(LLAMA)
+
+
+def test_an_object_with_a_configuration_is_read() -> None:
+    class Loaded:
+        config = Described()
+
+    for it in (Described(), Loaded()):
+        assert fingerprint(read(it)) == fingerprint(read(LLAMA))
+    with pytest.raises(UserError, match=r"a list does not describe a Hugging Face model\ngive a config.json"):
+        read([1])
+
+
+def test_a_model_type_with_a_hyphen_names_an_architecture() -> None:
+    fields = json.loads((TESTS / "configs/small/megatron_bert.json").read_text())
+    del fields["architectures"]
+    assert read(fields | {"model_type": "megatron-bert"}).outputs
