@@ -111,6 +111,7 @@ def open_config(config: object) -> tuple[Config, str]:
     if isinstance(config, Mapping):
         name = config.get("_name_or_path") or config.get("model_type") or "model"
         return Config(config, "config"), Path(str(name)).name
+    assert isinstance(config, str | Path)
     path = config_file(config)
     try:
         fields = read_json(path, object_hook=_number)
