@@ -123,6 +123,7 @@ class Reference:
     late: Trace
     noise: Mapping[str, float]
     weight_noise: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})  # after three and five steps; none in fp32
+    norm_noise: tuple[float, ...] = (0.0,) * STEPS  # relative, of each step
     oracle_errors: tuple[float, float] = (0.0, 0.0)  # of losses and norms, of gradients and weights
     oracle_differing: tuple[str, ...] = ()
 
@@ -170,25 +171,28 @@ def reference(case: Case) -> Reference:
     late = Trace(run.steps(STEPS, STEPS + LATER), whole_weights(run.engine))
     if plan.workload.precision is not Precision.FP32:
         other = started(case, evolve(plan, layout=evolve(plan.layout, micro_batch=1)))
-        return Reference(early, late, noise, (noise_of(other, early, STEPS), noise_of(other, late, LATER)))
+        (after_three, norms), (after_five, _) = noise_of(other, early, STEPS), noise_of(other, late, LATER)
+        return Reference(early, late, noise, (after_three, after_five), norms)
     if case.feed is Feed.OWN_STEP:  # which the oracles do not know
         return Reference(early, late, noise)
     return evolve(Reference(early, late, noise), **_oracle(case, run, early, noise))
 
 
-def noise_of(run: LongRun, expected: Trace, steps: int) -> dict[str, float]:
-    """Train on in 16 bits with weights that are rounded anew before each step, and return how far the weights end.
+def noise_of(run: LongRun, expected: Trace, steps: int) -> tuple[dict[str, float], tuple[float, ...]]:
+    """Train on in 16 bits with weights that are rounded anew before each step. Return how far weights and norms end.
 
     The optimizer has weights of 32 bits, which are not rounded: only gradients have the noise.
     """
+    norms = []
     for step in range(run.engine.done, run.engine.done + steps):
         with torch.no_grad():
             for p in (p for chunk in run.engine.model_chunks for p in chunk.parameters()):
                 p.mul_(1 + torch.finfo(p.dtype).eps * torch.sin(1e4 * p.float()).sign())
-        run.steps(step, step + 1)
+        norms += run.steps(step, step + 1).grad_norms
     weights = whole_weights(run.engine)
     assert weights is not None and expected.weights is not None
-    return {n: float((value - expected.weights[n][0]).abs().max()) for n, (value, _) in weights.items()}
+    changed = {n: float((value - expected.weights[n][0]).abs().max()) for n, (value, _) in weights.items()}
+    return changed, tuple(abs(a - b) / max(1.0, b) for a, b in _pairs(norms, expected.curve.grad_norms))
 
 
 def _oracle(case: Case, run: LongRun, early: Trace, noise: Mapping[str, float]) -> dict[str, Any]:
@@ -263,7 +267,7 @@ def whole_weights(engine: Any) -> dict[str, tuple[Tensor, float]] | None:
         for p in (p for p in chunk.parameters() if p.requires_grad):
             p.main_grad.copy_(p)
         for node, module in chunk.module.node_modules():
-            for found in module.corrections() if isinstance(module, Corrected) else ():
+            for found in (c for m in module.modules() if isinstance(m, Corrected) for c in m.corrections()):
                 own[f"{node.name}.correction"] = found.value.clone()
     weights = gather_gradients(engine.state.chunks, engine.groups)
     each: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
@@ -324,7 +328,8 @@ def differences(case: Case, early: Trace, late: Trace | None, expected: Referenc
     return Errors(
         loss=_apart(early.curve.losses, expected.early.curve.losses),
         norm=max(
-            known(abs(a - b)) / max(1.0, b) for a, b in _pairs(early.curve.grad_norms, expected.early.curve.grad_norms)
+            known(abs(a - b)) / max(1.0, b) / max(1.0, NOISE_MARGIN[precision] * noise / limit)
+            for a, b, noise in _pairs(early.curve.grad_norms, expected.early.curve.grad_norms, expected.norm_noise)
         ),
         gradient=max((known(d.relative) for d in found), default=0.0),
         weight=max(weights.values(), default=0.0),

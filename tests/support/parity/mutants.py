@@ -19,7 +19,8 @@ from unittest.mock import patch
 
 from attrs import evolve, frozen
 
-from megaloom.dsl import Embed, MoE, graph
+from megaloom.dsl import Dot, Embed, LogSumExp, MoE, Op, Sum, graph
+from megaloom.dsl.facts.primitives import program
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.workload import Precision
@@ -177,6 +178,11 @@ def _layouts(case: Case) -> list[Layout]:
     return [case.plan.layout, *([case.second.layout] if case.second else [])]
 
 
+def _ops(case: Case) -> Iterator[Op]:
+    """Yield the primitives of the layers of a model."""
+    return (step.value.op for n in graph(case.make()).nodes for step in program(n).steps)
+
+
 def _flips(case: Case, one: Layout, other: Layout) -> bool:
     """Return whether a layer runs as a module under one layout and by its body under the other."""
     nodes = graph(case.make()).nodes
@@ -196,7 +202,10 @@ MUTANTS: dict[str, Mutant] = {
     "P2": Mutant(
         "sums over a padded vocabulary count the padding at tp 1",
         padding_in_sums,
-        lambda c: ".py:" in c.model and any(x.tp == 1 and x.vocab_multiple > 1 for x in _layouts(c)),
+        lambda c: (
+            any(x.tp == 1 and x.vocab_multiple > 1 for x in _layouts(c))
+            and any(isinstance(op, Dot | Sum) and "vocab" in op.over for op in _ops(c))
+        ),
     ),
     "P3": Mutant(
         "a checkpoint's names depend on whether a module or a body runs a layer",
@@ -220,7 +229,9 @@ MUTANTS: dict[str, Mutant] = {
     "P6": Mutant(
         "products of 32 and 16 bits",
         unlike_products,
-        lambda c: c.plan.workload.precision is Precision.BF16 and ".py:" in c.model,
+        lambda c: (
+            c.plan.workload.precision is Precision.BF16 and any(isinstance(op, Sum | LogSumExp) for op in _ops(c))
+        ),
     ),
     "N3": Mutant(
         "batches of the ranks that share one are not compared",
@@ -259,9 +270,19 @@ def caught(name: str) -> tuple[int, int, Result | None]:
     raise AssertionError
 
 
-def main() -> int:
-    from tests.support.parity.rank_pool import explanation
+def what_is_seen(result: Result) -> str:
+    """Return the error of a draw or its largest difference, and the first weights that differ."""
+    if result.error:
+        lines = [line.strip() for line in result.error.splitlines()]
+        errors = [line for line in lines if "Error" in line.split(":")[0]]
+        return (errors or lines)[-1][:100]
+    kinds = ("loss", "norm", "gradient", "weight", "evaluation", "resumed")
+    worst = max(kinds, key=lambda kind: getattr(result, f"{kind}_error"))
+    named = f"; {', '.join(result.differing[:2])}" if result.differing else ""
+    return f"{worst} {getattr(result, f'{worst}_error'):.1e}{named}"
 
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *MUTANTS], metavar="NAME")
     names = parser.parse_args().names or list(MUTANTS)
@@ -270,7 +291,7 @@ def main() -> int:
     for name in names:
         draws, ran, result = caught(name)
         missed += result is None
-        seen = "not found" if result is None else explanation(result).strip().splitlines()[-1].strip()[:90]
+        seen = "not found" if result is None else what_is_seen(result)
         print(f"| {name} | {MUTANTS[name].text} | {draws} | {ran} | {seen} |", flush=True)
     return 1 if missed else 0
 
