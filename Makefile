@@ -13,7 +13,7 @@ OWN_TORCH ?= $(shell $(PYTHON) -c 'import pathlib, torch; assert torch.cuda.is_a
     print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types light unit parity faults findings format clean .venv
+.PHONY: help train test lint types light unit parity faults fuzz findings format clean .venv
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,6 +44,9 @@ parity: .venv  ## slow campaigns: golden predictions, families x layouts, 500 dr
 
 faults: .venv  ## slow campaign: runs are killed at 50 drawn moments and continued (continues where it stopped)
 	$(BIN)/python -m tests.support.faults
+
+fuzz: .venv  ## slow campaign: 10,000 damaged and odd inputs of all commands (continues where it stopped)
+	$(BIN)/python -m tests.support.fuzz.campaign
 
 findings: .venv  ## slow: reproductions of the findings of independent trials, as a table
 	$(BIN)/python -m tests.support.findings.table

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 
+from megaloom.dsl.errors import UserError, safe_repr
 from megaloom.dsl.files.json_file import parse_json
 
 from .trackers import Log, curves
@@ -85,5 +86,25 @@ def _step_of(line: str) -> float:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a metrics file; lines that are damaged are left out."""
-    return [parse_json(line) for line in _complete_lines(path) if _step_of(line) < math.inf]
+    """Return the events of a metrics file; lines that are no JSON, as after a power failure, are left out.
+
+    Raises UserError that names a line whose values are of other types than those that we write.
+    """
+    events = []
+    for number, line in enumerate(_complete_lines(path), 1):
+        if _step_of(line) < math.inf:
+            events.append(parse_json(line))
+            if (wrong := _wrong_field(events[-1])) is not None:
+                what = f"{path}, line {number}: {wrong} is {safe_repr(events[-1][wrong])}, which is no number"
+                raise UserError(f"{what}\nremove that line")
+    return events
+
+
+def _wrong_field(event: Mapping[str, Any]) -> str | None:
+    """Return the name of a field of numbers that has something else; None if there is none."""
+    for name in (f.name for f in fields(StepMetrics) if f.name in event):
+        value = event[name]
+        held = list(value.values()) if name == "terms" and isinstance(value, dict) else [value]
+        if any(not isinstance(number, int | float | None) for number in held):
+            return name
+    return None

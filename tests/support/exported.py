@@ -92,16 +92,23 @@ def plan_with(
         evolve(some.stages[0], rank=i % layout.pp, chunk=i // layout.pp, start=a, stop=b)
         for i, (a, b) in enumerate(borders)
     )
+    workload, machine = (
+        Workload(seq=seq, batch=batch, precision=Precision(precision)),
+        cluster(gpus or f"{layout.world}xH100"),
+    )
+    flops = some.predicted.flops_per_second_per_device
     return evolve(
         some,
         model=ref or model.name,
         fingerprint=fingerprint(model),
-        cluster=cluster(gpus or f"{layout.world}xH100"),
-        workload=Workload(seq=seq, batch=batch, precision=Precision(precision)),
+        cluster=machine,
+        workload=workload,
         layout=layout,
         stages=tuple(stages),
         predicted=evolve(
             some.predicted,
+            tokens_per_second_per_device=workload.tokens / some.predicted.step_seconds / layout.world,
+            mfu=None if flops is None else flops / machine.device.flops.get(precision, 1e15),
             nbytes=some.predicted.nbytes * layout.pp,
             moments=some.predicted.moments * layout.pp,
         ),

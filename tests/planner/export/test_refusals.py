@@ -377,7 +377,7 @@ def test_what_is_planned_for_megatron_has_stages_of_whole_layers(name: str, gpus
     [
         (["--to", "accelerate"], "Accelerate cannot express llama3-8b: its Megatron-LM plugin always trains a GPT-2"),
         (["--to", "deepspeed"], "megatron-lm"),
-        (["--to", "slurm", "-o", "/no/such/folder/job"], "cannot write /no/such/folder/job"),
+        (["--to", "slurm", "-o", "/no/such/folder/job"], "cannot write -o '/no/such/folder/job'"),
     ],
 )
 def test_what_is_wrong_is_said_with_exit_code_2(

@@ -163,4 +163,4 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert output["layout"] == str(plan.layout) and output["step_seconds"] == plan.predicted.step_seconds
     assert f"<title>gpt2 on {plan.cluster}</title>" in Path(page).read_text()
     assert main.main((*args, "--html", str(tmp_path))) == 2
-    assert capsys.readouterr().err.endswith("give a file in a directory that exists\n")
+    assert capsys.readouterr().err.endswith("give another path, in a folder that exists\n")

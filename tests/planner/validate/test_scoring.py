@@ -159,7 +159,7 @@ def test_a_record_of_any_kind_is_scored_or_left_out_with_its_reason(record: Any,
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"layers": 1.5}, "layers must be a whole number from 1 to 10,000, got 1.5"),
+        ({"layers": 1.5}, "layers must be a whole number from 1 to 2,000, got 1.5"),
         ({"hidden": None}, "no hidden"),
         ({"gpu": "H20"}, "unknown device 'H20'"),
         ({"tp": "eight"}, "tp must be a whole number, got 'eight'"),

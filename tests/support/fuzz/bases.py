@@ -51,9 +51,7 @@ def make_bases(folder: Path) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "cluster.toml").write_text(CLUSTER)
-    (folder / "settings.toml").write_text(SETTINGS)
-    shutil.copytree(TESTS / "configs" / "small", folder / "configs")
+    make_light_bases(folder)
     _megaloom(folder, "plan", "stdlib-gpt", "--gpus", "4xH100", "--seq", "64", "--batch", "8", "-o", "plan.json")
     _megaloom(
         folder, "plan", "gpt2", "--gpus", "8xA100", "--pp", "2", "--seq", "512", "--batch", "32", "-o", "gpt2.json"
@@ -66,6 +64,13 @@ def make_bases(folder: Path) -> Path:
     _megaloom(folder, "pack", "run", "-o", "run.megaloom")
     (folder / READY).touch()
     return folder
+
+
+def make_light_bases(folder: Path) -> None:
+    """Write the unchanged inputs that no command makes."""
+    (folder / "cluster.toml").write_text(CLUSTER)
+    (folder / "settings.toml").write_text(SETTINGS)
+    shutil.copytree(TESTS / "configs" / "small", folder / "configs")
 
 
 def _megaloom(folder: Path, *words: str) -> None:
