@@ -62,7 +62,7 @@ def fine_tuning_note(given: Recipe, model: Model) -> str:
     mixtures = [n.op for n in graph(model).nodes if isinstance(n.op, MoE)]
     if mixtures:
         balances = sorted({op.balance for op in mixtures})
-        parts.append(f"balancing loss {', '.join(f'{b:g}' for b in balances)} (--set balance=)")
+        parts.append(f"balancing loss {', '.join(f'{b:g}' for b in balances)} (--set balance= for a config.json)")
     if any(op.corrected for op in mixtures) and not model.lora:
         parts.append(f"correction biases move by {recipe.bias_update_rate:g} a step (--router-bias-update-rate)")
     return f"fine-tuning: {'; '.join(parts)}"
