@@ -73,7 +73,7 @@ def fp16(folder: Path) -> str:
 
 
 @finding(
-    "architecture 3", "An op of a user's own that reads along the sequence is believed token-wise", Verdict.REFUSED
+    "issue 22.3 own ops", "An op of a user's own that reads along the sequence is believed token-wise", Verdict.REFUSED
 )
 def own_op(folder: Path) -> str:
     (folder / "own.py").write_text(OWN)
@@ -144,14 +144,14 @@ def config_object(folder: Path) -> str:
     return read(GPT2Config(n_layer=1, architectures=["GPT2LMHeadModel"])).name
 
 
-@finding("users 19", "Llama with attention_bias is refused", Verdict.MENDED)
+@finding("users attention_bias", "Llama with attention_bias is refused", Verdict.MENDED)
 def attention_bias(folder: Path) -> str:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
     fields = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "attention_bias": True}
     return passes(megaloom(folder, "show", _config(folder, **sizes, **fields)), "parameters")
 
 
-@finding("users 20", "verify of a GPT-2 folder is refused for its attention dropout", Verdict.MENDED)
+@finding("issue 22.16 dropout", "verify of a GPT-2 folder is refused for its attention dropout", Verdict.MENDED)
 def dropout(folder: Path) -> str:
     sizes = {"n_layer": 1, "n_head": 4, "n_embd": 32, "n_positions": 32, "vocab_size": 64}
     config = _config(folder, architectures=["GPT2LMHeadModel"], **sizes)
@@ -163,4 +163,14 @@ left(
     "users 16",
     "A T5 v1.1 folder saved by transformers 5 is refused",
     "refused, not wrong; whether the logits are tied needs the checkpoint beside the config",
+)
+left(
+    "users mlp_bias",
+    "Llama with mlp_bias, and Qwen3-MoE with decoder_sparse_step or mlp_only_layers, are refused",
+    "refused with the field's name: SwiGLU has no bias, and Qwen3-MoE's dense layers are not declared",
+)
+left(
+    "parity vpp",
+    "The search proposes no vpp for models without repeat, and none that does not divide the blocks",
+    "legal if asked for by --vpp; more candidates need measured search times and golden plans",
 )
