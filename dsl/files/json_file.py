@@ -47,7 +47,7 @@ def read_json(path: str | os.PathLike[str], **hooks: Any) -> Any:
 
 
 class Content(Enum):
-    """What a JSON file is for, by its fields."""
+    """The kinds of JSON files, which their fields tell apart."""
 
     PLAN = "a plan"
     MODEL = "a model"
