@@ -42,7 +42,7 @@ def corrections_of(chunks: Iterable[nn.Module]) -> Iterator[Correction]:
 
 
 @torch.no_grad()
-def move_corrections(chunks: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+def move_corrections(chunks: Iterable[nn.Module], group: dist.ProcessGroup, rate: float = RATE) -> None:
     """Raise the correction of each expert with fewer tokens than the mean, lower that of others, and count anew.
 
     group: the ranks that hold the same layers. Gates with equally many experts share an all-reduce. Ranks of tp that
@@ -54,6 +54,6 @@ def move_corrections(chunks: Iterable[nn.Module], group: dist.ProcessGroup) -> N
     for corrections in by_experts.values():
         counts = torch.stack([c.counts.float() for c in corrections])
         dist.all_reduce(counts, group=group)
-        for c, move in zip(corrections, (counts.mean(-1, keepdim=True) - counts).sign() * RATE, strict=True):
+        for c, move in zip(corrections, (counts.mean(-1, keepdim=True) - counts).sign() * rate, strict=True):
             c.value.add_(move)
             c.counts.zero_()

@@ -302,7 +302,8 @@ class PipelineRun:
         finalize_model_grads(chunks, self.weight_sum, **options)
         self.shared_gradients.sum()
         if not any(s.frozen for s in self.graph.weights.values()):
-            move_corrections(chunks, self.groups.collection.tp_dp_cp)
+            rate = chunks[0].config.moe_router_bias_update_rate  # the recipe's
+            move_corrections(chunks, self.groups.collection.tp_dp_cp, rate)
 
 
 def reduce_unreached(chunk: DistributedDataParallel) -> None:
