@@ -39,7 +39,7 @@ from .sample_checks import table_rows
 
 Sample = dict[str, Tensor]
 
-TOKEN_TYPES = ("types", "token_type_ids")  # names of inputs of token types, as BERT's
+TYPE_INPUTS = ("types", "token_type_ids")  # names of inputs of token types, as BERT's
 END = 0  # the token after each document, of text that comes without its documents
 
 
@@ -283,10 +283,10 @@ class SampleMaker:
         """Return token types: 0, because text has no pairs, or made-up ones. Raise UserError for another input."""
         if self.synthetic:
             return torch.from_numpy(random.integers(table_rows(self.graph, node) or 1, size=self.seq))
-        if node.name not in TOKEN_TYPES:
+        if node.name not in TYPE_INPUTS:
             raise UserError(
                 f"the data has nothing for the input {node.name} of {self.graph.name}\n"
-                f"give steps with a data_step of your own, or name the input {TOKEN_TYPES[0]} if it is a token type"
+                f"give steps with a data_step of your own, or name the input {TYPE_INPUTS[0]} if it is a token type"
             )
         return torch.zeros(self.seq, dtype=torch.int64)
 

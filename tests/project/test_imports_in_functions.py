@@ -29,6 +29,7 @@ REASONS = {
     "runtime/cli/training_commands.py": "start-up time, and torch may be missing: each command loads its own module",
     "runtime/data/documents.py": "start-up time: the libraries of a format are loaded for files of that format",
     "runtime/data/tokenizer.py": "start-up time: transformers takes seconds, and each kind of tokenizer has a library",
+    "runtime/data/tokenizer_files.py": "start-up time: transformers takes seconds",
     "runtime/generation/sampling.py": "start-up time: transformers takes seconds, and greedy search needs none of it",
     "runtime/megatron/cpu_shim.py": "megatron-core is imported after its CUDA calls are replaced",
     "runtime/megatron/device.py": "megatron-core is imported after its CUDA calls are replaced",
