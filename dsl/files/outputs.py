@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from contextlib import suppress
 
@@ -25,6 +26,8 @@ def check_output_file(path: AnyPath | None, option: str = "") -> None:
         if os.path.exists(name):
             if not os.access(name, os.W_OK):
                 raise PermissionError(0, "permission denied")
+            if stat.S_ISCHR(os.stat(name).st_mode):
+                _check_device(name)
         else:
             _check_folder(os.path.dirname(os.path.realpath(name)))
     except OSError as error:
@@ -55,6 +58,15 @@ def _looked_at(path: AnyPath) -> str:
     with suppress(FileNotFoundError, NotADirectoryError):
         os.stat(name)
     return name
+
+
+def _check_device(name: str) -> None:
+    """Raise OSError unless a device takes bytes: /dev/full does not."""
+    device = os.open(name, os.O_WRONLY)
+    try:
+        os.write(device, b"")
+    finally:
+        os.close(device)
 
 
 def _check_folder(folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from inspect import cleandoc
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from attrs import asdict, evolve, field, frozen, make_class
@@ -24,10 +25,14 @@ from megaloom.planner.contract.layout import FIELDS
 _CommandT = TypeVar("_CommandT", bound=Callable[..., object])
 
 
-def reject_fractions(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuse 1.5 for a whole number, which cyclopts would round."""
+def reject_rounded(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 1.5 for a whole number, which cyclopts would round, and an empty path, which is the current folder."""
     for argument in arguments:
         for token in argument.tokens:
+            if argument.hint in (Path, Path | None) and not token.value:
+                raise CoercionError(
+                    msg="is an empty path; for the current folder write .", argument=argument, token=token
+                )
             if argument.hint in (int, int | None) and "." in token.value:
                 raise CoercionError(argument=argument, token=token, target_type=int)
 

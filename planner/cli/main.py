@@ -18,7 +18,7 @@ from megaloom.planner.contract.known_devices import MEMORY
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
 from .adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
-from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, parse_share, reject_fractions, unwrap_help, usage_error
+from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, parse_share, reject_rounded, unwrap_help, usage_error
 from .process import cyclic_gc_disabled, run_and_flush
 from .settings import SetOption, SettingsOption, model_arguments, options_of_settings
 
@@ -32,7 +32,7 @@ app = App(
     version_flags=[],
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` prints the message
-    config=[options_of_settings, reject_fractions],
+    config=[options_of_settings, reject_rounded],
 )
 app["--help"].group = "Parameters"
 

@@ -16,7 +16,7 @@ from cyclopts import App, ArgumentCollection, CycloptsError
 from cyclopts.argument import update_argument_collection
 
 from megaloom.dsl.errors import UserError, full_message
-from megaloom.planner.cli.arguments import reject_fractions, unwrap_help, usage_error
+from megaloom.planner.cli.arguments import reject_rounded, unwrap_help, usage_error
 from megaloom.planner.cli.compare import compare
 from megaloom.planner.cli.explain import explain
 from megaloom.planner.cli.export import export
@@ -52,7 +52,7 @@ app = App(
     version_flags=[],
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` prints it
-    config=[options_of_settings, options_of_run, reject_fractions],
+    config=[options_of_settings, options_of_run, reject_rounded],
 )
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")

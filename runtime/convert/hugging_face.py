@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -88,12 +89,11 @@ def write_folder(
 
 @contextmanager
 def published(folder: Path) -> Iterator[Path]:
-    """Return a folder to write in, which gets its name when all is written."""
+    """Return a folder to write in, which gets its name when all is written. Its name until then is nobody else's."""
     if folder.exists():
         raise UserError(f"{folder} exists\nremove it, or give another folder with -o")
-    unfinished = folder.with_name(f"{folder.name}.tmp")
+    unfinished = folder.with_name(f"{folder.name}.{token_hex(4)}.tmp")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
         unfinished.rename(folder)

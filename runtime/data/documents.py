@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError, did_you_mean
-from megaloom.dsl.files.json_file import parse_json
+from megaloom.dsl.files.json_file import LARGEST, parse_json
 
 from .text_files import STDLIB, stat_digest, text_files, unreadable
 
@@ -116,7 +116,7 @@ def _jsonl_chunks(path: Path) -> Iterator[Chunk]:
     with path.open("rb") as file:
         while start < size:
             file.seek(min(start + CHUNK_NBYTES, size))
-            file.readline()
+            _read_line(file, path)
             yield Chunk(Format.JSONL, (str(path),), start, file.tell(), file.tell() - start)
             start = file.tell()
 
@@ -199,7 +199,7 @@ def _jsonl(path: Path, chunk: Chunk, key: str) -> Iterator[Document]:
     with path.open("rb") as file:
         file.seek(chunk.start)
         while (at := file.tell()) < chunk.stop:
-            line = file.readline()
+            line = _read_line(file, path)
             if not line.strip():
                 continue
             try:
@@ -211,6 +211,15 @@ def _jsonl(path: Path, chunk: Chunk, key: str) -> Iterator[Document]:
             if key not in row:
                 _check_column(_line(path, at), row, key)
             yield _document(row[key], lambda at=at: _line(path, at), key)  # type: ignore[misc]
+
+
+def _read_line(file: BinaryIO, path: Path) -> bytes:
+    """Return the rest of a line. Raise UserError for one that is too long to be read whole."""
+    at = file.tell()
+    line = file.readline(LARGEST + 1)
+    if len(line) > LARGEST:
+        raise UserError(f"{_line(path, at)} has more than {LARGEST:,} bytes\ngive one document per line")
+    return line
 
 
 def _line(path: Path, offset: int) -> str:

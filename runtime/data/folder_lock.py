@@ -7,8 +7,9 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from megaloom.dsl.errors import UserError
 
@@ -16,23 +17,63 @@ LOCK = ".lock"  # name of the file with the lock
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path, *, held: str, choose: str) -> Iterator[None]:
+def locked_folder(folder: Path, *, held: str, choose: str, kept: Callable[[], bool] | None = None) -> Iterator[None]:
     """Create a folder and hold its lock. The lock ends with the process.
 
     Raise UserError with the message `held` if another process holds the lock, and with the advice `choose` if the
     folder cannot be written.
+
+    kept: returns True once the folder has results. A UserError before removes what this context made: the lock, and
+    the folder with all that is in it. Without `kept`, all stays.
     """
+    new, made = _missing(folder), not (folder / LOCK).exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("w")
+        file = _opened(folder)
+    except BlockingIOError:
+        raise UserError(held) from None
     except OSError as error:
+        _remove_empty(new)
         raise UserError(f"cannot write in {folder}: {error.strerror}\n{choose}") from None
     with file:
+        before = kept is not None and kept()
+        others = any(path.name != LOCK for path in folder.iterdir())  # of a process that had the lock before
+        try:
+            yield
+        except UserError:
+            if kept and (before or not kept()):
+                if new and not others:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove_empty(new)
+                elif made:
+                    (folder / LOCK).unlink(missing_ok=True)
+            raise
+
+
+def _opened(folder: Path) -> IO[bytes]:
+    """Create a folder and return its lock, held. Raise BlockingIOError if another process holds it."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("ab")  # leaves the time of a lock that is there
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(held) from None
-        yield
+            if (folder / LOCK).exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK)):
+                return file
+        except OSError:
+            file.close()
+            raise
+        file.close()  # its holder has removed it: a second process may hold another
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return a folder and those above it that are not there, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders, the innermost first, up to one that has anything in it."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def check_free(folder: Path, *, held: str, choose: str) -> None:

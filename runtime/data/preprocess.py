@@ -62,6 +62,8 @@ class Preprocessing:
             raise UserError("give one of --tokenizer FILE_OR_FOLDER, --tokenizer bytes, and --train-vocab 8192")
         if self.workers < 1:
             raise UserError(f"--workers must be at least 1, got {self.workers}")
+        if self.prefix.is_char_device() or self.prefix.is_block_device():
+            raise UserError(f"-o {self.prefix} is a device\ngive a prefix of files, such as -o text")
         if self.prefix.is_dir():
             raise UserError(f"-o {self.prefix} is a folder\ngive a prefix: -o {self.prefix / 'text'}")
 

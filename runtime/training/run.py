@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.launch.rank import COLLECTIVE_TIMEOUT
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
+from megaloom.runtime.metrics.metrics_file import METRICS_NAME
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import SampleMaker
@@ -110,14 +111,12 @@ def train(
     After SIGUSR2 they save and go on.
     """
 
-    new = not folder.exists()
-
     def prepared() -> TrainingRun:
         data, every = (
             DataOptions(as_sources(source), split, epochs),
             (save_every, evaluate_every, evaluate_batches, evaluate_all),
         )
-        with _removed_if_refused(folder, new):
+        with named_write_errors(folder, "free some space, or choose another folder with --out"):
             return prepare_run(
                 plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves, watching
             )
@@ -135,7 +134,7 @@ def train(
         }
         check_same_plan(plan, recipe, given, weights)
         with errors_with_rank(folder):
-            return _train_as_rank(prepared, folder, new)
+            return _train_as_rank(prepared, folder)
     with locked(folder), advice_if_rank_failed(folder):
         return launcher.run(
             on_rank,
@@ -260,21 +259,6 @@ def prepare_run(
     )
 
 
-@contextmanager
-def _removed_if_refused(folder: Path, new: bool) -> Iterator[None]:
-    """Remove a folder that has no run yet if the block raises UserError. new: it did not exist before.
-
-    Raise UserError if the folder cannot be written.
-    """
-    try:
-        with named_write_errors(folder, "free some space, or choose another folder with --out"):
-            yield
-    except UserError:
-        if new and not is_run(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
 def _absolute(word: str) -> str:
     """Return the absolute path of a file, a folder or an indexed dataset; other words as they are."""
     return str(Path(word).resolve()) if Path(word).exists() or Path(f"{word}.idx").exists() else word
@@ -299,9 +283,10 @@ def on_rank(run: TrainingRun) -> Summary:
 def locked(folder: Path) -> AbstractContextManager[None]:
     """Return a context that holds the lock of a run folder, so that no second run writes there.
 
-    Entering raises UserError if another run holds it, or the folder cannot be created.
+    Entering raises UserError if another run holds it, or the folder cannot be created. A run that is refused before
+    its first step leaves nothing.
     """
-    return locked_folder(folder, **lock_messages(folder))
+    return locked_folder(folder, **lock_messages(folder), kept=(folder / METRICS_NAME).exists)
 
 
 def lock_messages(folder: Path) -> dict[str, str]:
@@ -310,24 +295,14 @@ def lock_messages(folder: Path) -> dict[str, str]:
     return {"held": held, "choose": "choose a writable folder with --out"}
 
 
-def _train_as_rank(prepared: Callable[[], TrainingRun], folder: Path, new: bool) -> Summary:
-    """Train on this rank, which torchrun or srun has started, once the ranks have compared their inputs.
-
-    new: the folder did not exist when this command began. If it still holds no run, it is removed where the ranks'
-    data differ.
-    """
+def _train_as_rank(prepared: Callable[[], TrainingRun], folder: Path) -> Summary:
+    """Train on this rank, which torchrun or srun has started, once the ranks have compared their inputs."""
     first = dist.get_rank() == 0
     with ExitStack() as stack:
         agreed(lambda: stack.enter_context(locked(folder)) if first else None, names_rank=False)
         check_shared_folder(folder)
-        removable = first and new and not is_run(folder)  # another command may have made a run meanwhile
         run = [agreed(lambda: prepared() if first else None, names_rank=False)]
         dist.broadcast_object_list(run)
         assert run[0]
-        try:
-            check_same_data(run[0].corpus)
-        except UserError:
-            if removable:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+        check_same_data(run[0].corpus)
         return on_rank(run[0])

@@ -10,6 +10,7 @@ from pathlib import Path
 from attrs import asdict, evolve
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import read_text
 from megaloom.runtime.generation.generate import Asked, Generation, timed_generate
 from megaloom.runtime.generation.settings import GenerationSettings
 
@@ -51,7 +52,7 @@ def prompts_of(prompts: list[str], file: Path | None) -> list[str]:
     """Return the prompts: those given, the text of a file, or standard input if there are none."""
     if file is not None:
         try:
-            return [*prompts, file.read_text(encoding="utf-8").removesuffix("\n")]
+            return [*prompts, read_text(file).removesuffix("\n")]
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
             raise UserError(f"cannot read the prompt in {file}: {reason}") from None

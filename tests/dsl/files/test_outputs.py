@@ -32,7 +32,8 @@ def test_a_file_can_be_written(folder: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["", "folder", ".", "loop", "file/x", "no/x", "x" * 300, LONG, "/proc/x", "/proc/x/y", "/sys/x"]
+    "path",
+    ["", "folder", ".", "loop", "file/x", "no/x", "x" * 300, LONG, "/proc/x", "/proc/x/y", "/sys/x", "/dev/full"],
 )
 def test_a_file_cannot_be_written(folder: Path, path: str) -> None:
     before = sorted(folder.rglob("*"))

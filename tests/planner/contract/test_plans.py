@@ -19,6 +19,7 @@ from megaloom.dsl.files.json_form import fingerprint
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import load, plan_from_json, plan_to_json, save
+from megaloom.planner.contract.plan_validation import HOLDERS
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import PLAN_VERSION, Plan, PlanError, Prediction, Stage, plan_command
 from megaloom.planner.contract.workload import Workload
@@ -73,7 +74,10 @@ def plans(draw: st.DrawFn) -> Plan:
         mfu=mfu,
         bubble=draw(shares),
         breakdown=parts,
-        nbytes=tuple(draw(st.dictionaries(words, counts, min_size=1, max_size=3)) for _ in range(pp)),
+        nbytes=tuple(
+            {**dict.fromkeys(HOLDERS, 0), **draw(st.dictionaries(words, counts, min_size=1, max_size=3))}
+            for _ in range(pp)
+        ),
         moments=tuple(draw(words) for _ in range(pp)),
     )
     return Plan(
@@ -114,7 +118,7 @@ def example() -> Plan:
             mfu=1e12 / PRESETS["H100"].device.flops["bf16"],
             bubble=0.2,
             breakdown={"compute": 0.4, "bubble": 0.1},
-            nbytes=({"weights": 10}, {"weights": 20}),
+            nbytes=({**dict.fromkeys(HOLDERS, 0), "weights": 10}, {**dict.fromkeys(HOLDERS, 0), "weights": 20}),
             moments=("start of the first backward pass (micro-batch 0)", "loss of micro-batch 0"),
         ),
         reasons=("it is an example",),
@@ -286,7 +290,11 @@ def broken(*path: str | int, value: Any) -> str:
             "predicted.breakdown['bubble'] must be at least 0, got -1",
         ),
         (
-            broken("predicted", "nbytes", 0, value={}),
+            broken("predicted", "nbytes", 0, value={"weights": 1, "logits": 1}),
+            "predicted.nbytes[0] must have gradients, optimizer, activations, workspace, allocator, runtime",
+        ),
+        (
+            broken("predicted", "nbytes", 0, "weights", value=0),
             "predicted.nbytes[0] must hold at least one byte, and no negative number",
         ),
         (broken("stages", 1, "forward_seconds", value=-1.0), "stages[1].forward_seconds must be at least 0, got -1"),

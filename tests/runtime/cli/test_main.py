@@ -289,6 +289,7 @@ BAD = {
         "--beta1 1 is out of range\n.* 0 to 0.999999",
     ),
     "half a step": (("train", "--steps", "1.5"), "--steps must be a whole number, got '1.5'"),
+    "no name of a folder": (("train", "--out", ""), "--out is an empty path; for the current folder write ."),
     "saving never": (("train", "--save-every", "0"), "--save-every must be at least 1, got 0"),
     "a precision that the runtime does not train": (("train", "--precision", "fp8"), "--precision(.|\n)*fp16"),
     "an overlap that the runtime does not run": (

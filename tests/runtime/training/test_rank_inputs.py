@@ -101,8 +101,8 @@ def refused_runs(folder: Path) -> list[str]:
         (run / "plan.json").touch()
         return SimpleNamespace(corpus=open_corpus(["changed"], None, folder))
 
-    runs = ((folder / "new", True), (folder / "old", False), (folder / "of another command", True))
-    return [refusal(lambda run=run, new=new: _train_as_rank(lambda: prepared(run), run, new)) for run, new in runs]
+    runs = (folder / "new", folder / "old", folder / "of another command")
+    return [refusal(lambda run=run: _train_as_rank(lambda: prepared(run), run)) for run in runs]
 
 
 def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:

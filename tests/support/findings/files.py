@@ -189,3 +189,32 @@ def metrics(folder: Path) -> str:
     path = folder / "run" / "metrics.jsonl"
     path.write_text(path.read_text().replace('"loss": ', '"loss": "abc", "other": ', 1))
     return refuses(megaloom(folder, "report", "run"), "line 1: loss is 'abc'")
+
+
+@finding("spotcheck N9 folder", "A run that W&B refuses leaves its folder", Verdict.MENDED)
+def refused_by_wandb(folder: Path) -> str:
+    given = ("--wandb", "x", "--out", "runs/new")
+    ended = megaloom(folder, "train", "stdlib-gpt", *SIZES, *ONCE, *given, HOME=str(folder / "home"), WANDB_API_KEY="")
+    assert not (folder / "runs").exists(), sorted((folder / "runs").rglob("*"))
+    return refuses(ended, "W&B refuses the run")
+
+
+@finding("fuzz D19 lock", "A refused command leaves files: the lock of a run", Verdict.MENDED)
+def lock(folder: Path) -> str:
+    (folder / "run").mkdir()
+    (folder / "run" / "run.json").write_text("{}")
+    ended = megaloom(folder, "train", "run")
+    assert [path.name for path in (folder / "run").iterdir()] == ["run.json"]
+    long = "/".join(["d" * 200] * 25)
+    refuses(megaloom(folder, "train", "stdlib-gpt", *SIZES, *ONCE, "--data", long, "--out", "deep/new"))
+    assert not (folder / "deep").exists()
+    return refuses(ended)
+
+
+@finding("fuzz D23 holes", "A file of 64 GiB without text is a traceback", Verdict.REFUSED)
+def hole(folder: Path) -> str:
+    with (folder / "hole.json").open("wb") as file:
+        file.truncate(1 << 36)
+    return refuses(
+        megaloom(folder, "data", "hole.json", "-o", "out", "--tokenizer", "bytes"), "has more than 268,435,456"
+    )

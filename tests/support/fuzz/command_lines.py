@@ -99,6 +99,8 @@ def options(draw: Random, folder: Path, bases: Path) -> Drawn:
             del words[at : at + 2]
         words += [option, bad]
         label, what = ILLEGAL, f"{what}, {option} {bad!r:.40}"
+        if bad == "0x10":
+            label = EITHER  # a whole number, as in Python
         if option == "--top" and (lint or "--pareto" in words or ".." in gpus):
             label = EITHER
         if lint and option in ("--memory-headroom", "--runtime"):
