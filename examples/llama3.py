@@ -41,9 +41,10 @@ def llama(
     eps: float = 1e-5,
     tied: bool = False,
     attention_bias: bool = False,
+    mlp_bias: bool = False,
     attention_dropout: float = 0.0,
 ) -> Model:
-    """A Llama of any size. attention_bias: of all four projections."""
+    """A Llama of any size. attention_bias, mlp_bias: of all projections of attention, or of the feed-forward."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
@@ -55,7 +56,7 @@ def llama(
         bias=attention_bias,
         dropout=attention_dropout,
     )
-    block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
+    block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff, bias=mlp_bias))
     return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head) >> NextToken())
 
 
@@ -120,14 +121,15 @@ def decoder(layer: Tensors, unused: tuple[str, ...] = ()) -> Names:
     return Names(WHOLE, {"model.layers.{layer}.": layer}, unused=(*unused, angles), copies=copies)
 
 
-BIASES = {f"self_attn.{n}_proj.bias": flat(f"attention.0.{n}_bias") for n in "qkvo"}
+BIASES = {f"self_attn.{n}_proj.bias": flat(f"attention.0.{n}_bias") for n in "qkvo"} | {
+    f"mlp.{n}_proj.bias": flat(f"swiglu.0.{n}_bias") for n in ("gate", "up", "down")
+}
 
 
 @reads("LlamaForCausalLM", names=decoder(NORMS | ATTENTION | BIASES | SWIGLU))
 def config(c: Config, name: str) -> Model:
     heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     c.only("hidden_act", "silu", default="silu")
-    c.only("mlp_bias", False, default=False)
     return llama(
         name,
         layers=c.layers("num_hidden_layers"),
@@ -141,5 +143,6 @@ def config(c: Config, name: str) -> Model:
         eps=c.number("rms_norm_eps", 1e-6),
         tied=c.flag("tie_word_embeddings", False),
         attention_bias=c.flag("attention_bias", False),
+        mlp_bias=c.flag("mlp_bias", False),
         attention_dropout=c.rate("attention_dropout", 0.0),
     )

@@ -1,5 +1,8 @@
 """Qwen 3 (arXiv:2505.09388): norms on queries and keys instead of biases; dense, or a mixture of 128 experts."""
 
+from collections.abc import Mapping
+from itertools import groupby
+
 from megaloom.dsl import (
     Attention,
     Dim,
@@ -44,8 +47,9 @@ def qwen3(
     tied: bool = False,
     eps: float = 1e-6,
     attention_dropout: float = 0.0,
+    dense: Mapping[int, Layer] | None = None,
 ) -> Model:
-    """A Qwen 3 of any size; `ff` is SwiGLU(...), or a MoE of them."""
+    """A Qwen 3 of any size; `ff` is SwiGLU(...), or a MoE of them. dense: other layers by number, in place of `ff`."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
@@ -53,8 +57,11 @@ def qwen3(
     attention = Attention(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, qk_norm=norm, dropout=attention_dropout
     )
-    block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), ff)
-    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head) >> NextToken())
+    x = ids() >> Embed(wte)
+    for one, run in groupby((dense or {}).get(i, ff) for i in range(layers)):
+        block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), one)
+        x = x >> repeat(len(list(run)), block)
+    return model(name, x >> RMSNorm(eps) >> Unembed(head) >> NextToken())
 
 
 def qwen3_0_6b() -> Model:
@@ -103,12 +110,9 @@ def config(c: Config, name: str) -> Model:
     return _read(c, name, SwiGLU(c.whole("intermediate_size")))
 
 
-@reads("Qwen3MoeForCausalLM", names=decoder(MIX | EXPERTS))
+@reads("Qwen3MoeForCausalLM", names=decoder(MIX | EXPERTS | SWIGLU))
 def sparse_config(c: Config, name: str) -> Model:
-    c.only("decoder_sparse_step", 1, default=1)
-    c.only("mlp_only_layers", [], default=[])
     c.only("shared_expert_intermediate_size", 0, default=0)
-    c.ignore("intermediate_size")  # of layers without experts, which these models lack
     moe = MoE(
         SwiGLU(c.whole("moe_intermediate_size")),
         c.whole(c.first_present("num_experts", "num_local_experts")),
@@ -117,10 +121,23 @@ def sparse_config(c: Config, name: str) -> Model:
         balance_over="batch",  # Qwen3, arXiv:2505.09388, section 2
         normalize=c.flag("norm_topk_prob", False),
     )
-    return _read(c, name, moe, head_dim=None)  # embed / heads if the config has none; dense models have 128
+    return _read(c, name, moe, head_dim=None, dense=_dense(c))  # head_dim: embed / heads if the config has none
 
 
-def _read(c: Config, name: str, ff: Layer, *, head_dim: int | None = 128) -> Model:
+def _dense(c: Config) -> dict[int, Layer]:
+    """Return the layers without experts: those listed, and all but every `decoder_sparse_step`-th."""
+    c.ignore("intermediate_size")  # of these layers; unused if there are none
+    layers, step = range(c.layers("num_hidden_layers")), c.whole("decoder_sparse_step", 1)
+    listed = c.array("mlp_only_layers", [])
+    if any(type(i) is not int for i in listed):
+        raise c.unsupported("mlp_only_layers", "supported: an array of numbers of layers, from 0")
+    numbers = [i for i in layers if i in listed or (i + 1) % step]
+    return dict.fromkeys(numbers, SwiGLU(c.whole("intermediate_size"))) if numbers else {}
+
+
+def _read(
+    c: Config, name: str, ff: Layer, *, head_dim: int | None = 128, dense: Mapping[int, Layer] | None = None
+) -> Model:
     windowless(c)
     c.only("qkv_bias", False, default=False)  # Qwen3-Coder's configs name what the architecture fixes
     c.only("use_qk_norm", True, default=True)
@@ -140,4 +157,5 @@ def _read(c: Config, name: str, ff: Layer, *, head_dim: int | None = 128) -> Mod
         tied=c.flag("tie_word_embeddings", False),
         attention_dropout=c.rate("attention_dropout", 0.0),
         eps=c.number("rms_norm_eps", 1e-6),
+        dense=dense,
     )

@@ -44,6 +44,7 @@ def t5(
     head_dim: int = 64,
     vocab: int = 32128,
     tied: bool = True,
+    scaled: bool | None = None,
     buckets: int = 32,
     distance: int = 128,
     decoder_layers: int | None = None,
@@ -54,9 +55,9 @@ def t5(
     """A T5 of any size: by default the decoder has as many layers as the encoder.
 
     The encoder reads `source_tokens` [batch source], the decoder `tokens` [batch seq]. The layers of each share a table
-    of biases by distance. Tied logits are of hidden states times embed^-0.5. dropout: of embeddings, attention
-    probabilities and the outputs of layers and stacks; `ff` has its own. start: the token that the decoder reads first.
-    padding: the token after the end of a target.
+    of biases by distance. scaled: logits are of hidden states times embed^-0.5, by default if they are tied. dropout:
+    of embeddings, attention probabilities and the outputs of layers and stacks; `ff` has its own. start: the token that
+    the decoder reads first. padding: the token after the end of a target.
     """
     d, h = Dim("embed", embed), Dim("heads", heads)
     wte = weight("wte", Dim("vocab", vocab), d, std=1.0)
@@ -83,9 +84,8 @@ def t5(
     memory = ids("source_tokens", Dim("source")) >> embedded >> repeat(layers, encoder) >> after
     x = ids() >> embedded >> repeat(decoder_layers or layers, decoder).given(memory=memory) >> after
     loss = SequenceToSequence(start=start, padding=padding)
-    if tied:
-        return model(name, x >> Scale(embed**-0.5) >> Unembed(wte) >> loss)
-    return model(name, x >> Unembed(weight("head", Dim("vocab", vocab), d)) >> loss)
+    x = x >> Scale(embed**-0.5) if scaled or (scaled is None and tied) else x
+    return model(name, x >> Unembed(wte if tied else weight("head", Dim("vocab", vocab), d)) >> loss)
 
 
 def t5_small() -> Model:
@@ -165,12 +165,18 @@ NAMES = Names(
 
 @reads("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel", names=NAMES)
 def config(c: Config, name: str) -> Model:
-    """Return the model. If Hugging Face does not scale the hidden states before the logits (1.1), nothing is tied."""
+    """Return the model.
+
+    Transformers 5 writes `tie_word_embeddings: true` for every model. Where hidden states are not scaled (1.1), it ties
+    the logits unless a table of their own is beside the config.
+    """
     c.only("is_encoder_decoder", True, default=True)
     c.only("layer_norm_epsilon", 1e-6, default=1e-6)
-    c.ignore("is_gated_act", "dense_act_fn")  # follow from feed_forward_proj
+    gated = c.text("feed_forward_proj", "relu").startswith("gated-")
+    c.only("is_gated_act", gated, default=gated)
+    c.only("dense_act_fn", "gelu_new" if gated else "relu", default="gelu_new" if gated else "relu")
     c.ignore("n_positions")  # there is no table of positions
-    tied = c.flag("tie_word_embeddings", True)
+    tied, scaled = c.flag("tie_word_embeddings", True), _is_scaled(c)
     ff, layers = c.whole("d_ff"), c.layers("num_layers")
     dropout, padding = c.rate("dropout_rate", 0.1), c.whole("pad_token_id", 0, least=0)
     kinds = {"relu": MLP(ff, "relu", dropout=dropout), "gated-gelu": GeGLU(ff, dropout=dropout)}
@@ -182,7 +188,8 @@ def config(c: Config, name: str) -> Model:
         ff=c.choice("feed_forward_proj", kinds, "relu"),
         head_dim=c.whole("d_kv", 64),
         vocab=c.whole("vocab_size"),
-        tied=c.flag("scale_decoder_outputs", tied) and tied,
+        tied=tied and (scaled or not c.has_tensor("lm_head.weight")),
+        scaled=scaled,
         buckets=c.whole("relative_attention_num_buckets", 32),
         distance=c.whole("relative_attention_max_distance", 128),
         decoder_layers=c.layers("num_decoder_layers", layers),
@@ -190,3 +197,12 @@ def config(c: Config, name: str) -> Model:
         start=c.whole("decoder_start_token_id", padding, least=0),
         padding=padding,
     )
+
+
+def _is_scaled(c: Config) -> bool:
+    """Return whether hidden states are scaled before the logits: in T5, and if the config says so; not in mT5."""
+    kind = c.text("model_type", "") or "".join(c.array("architectures", []))
+    if kind.lower().startswith("mt5"):
+        c.only("scale_decoder_outputs", False, default=False)
+        return False
+    return c.flag("scale_decoder_outputs", c.flag("tie_word_embeddings", True))

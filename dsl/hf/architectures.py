@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import partial
 from math import inf
 from os.path import isdir
 from pathlib import Path
@@ -25,6 +26,7 @@ from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.ops.weight import INITIAL_STD
 
 from .fields import Config, rope, rotation
+from .stored_names import stored_names
 from .tensor_names import Names, checkpoint_tensors
 
 SIMILARITY = 0.7  # of names (difflib), from which a known architecture is suggested for an unknown one
@@ -101,6 +103,7 @@ def read(config: object, *, balance: float | None = None) -> Model:
 def open_config(config: object) -> tuple[Config, str]:
     """Return the fields of a config.json and the name for its model. Raises UserError for another kind of object."""
     described = getattr(config, "config", config)  # of a model of transformers
+    tensors = partial(_untied, config) if hasattr(config, "named_parameters") else tuple
     if not isinstance(config, str | Path | Mapping):
         if not hasattr(described, "to_dict"):
             raise UserError(
@@ -110,7 +113,7 @@ def open_config(config: object) -> tuple[Config, str]:
         config = described.to_dict()
     if isinstance(config, Mapping):
         name = config.get("_name_or_path") or config.get("model_type") or "model"
-        return Config(config, "config"), Path(str(name)).name
+        return Config(config, "config", tensors=tensors), Path(str(name)).name
     assert isinstance(config, str | Path)
     path = config_file(config)
     try:
@@ -119,7 +122,12 @@ def open_config(config: object) -> tuple[Config, str]:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}\n{WANTED}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} is not a config.json: it must hold a JSON object")
-    return Config(fields, str(path)), config_name(path)
+    return Config(fields, str(path), tensors=partial(stored_names, path.parent)), config_name(path)
+
+
+def _untied(model: Any) -> frozenset[str]:
+    """Return the names of the parameters of a torch module, a shared one by its first name alone."""
+    return frozenset(name for name, _ in model.named_parameters())
 
 
 def _number(fields: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ effect in Hugging Face are listed in `Model.unused`. Any other field is an error
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import inf
 from typing import Any, Final, TypeVar
 
@@ -30,10 +30,12 @@ V = TypeVar("V")
 REQUIRED: Final[Any] = object()
 
 # Fields that do not change what a model computes, by topic.
-STORAGE = """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
-    attn_implementation auto_map chunk_size_feed_forward dtype ep_size gradient_checkpointing internal_version
-    mamba_ssm_cache_dtype model_type num_logits_to_keep pretraining_tp quantization_config tf_legacy_loss torch_dtype
-    torchscript transformers.js_config transformers_version use_bfloat16 use_cache use_mamba_kernels"""
+STORAGE = """_attn_implementation _attn_implementation_autoset _attn_implementation_internal _auto_class
+    _commit_hash _experts_implementation _experts_implementation_internal _from_model_config _is_quantized
+    _name_or_path _num_labels _output_attentions _post_init_done architectures attn_implementation auto_map
+    chunk_size_feed_forward dtype ep_size gradient_checkpointing internal_version mamba_ssm_cache_dtype model_type
+    num_logits_to_keep pretraining_tp quantization_config tf_legacy_loss torch_dtype torchscript
+    transformers.js_config transformers_version use_bfloat16 use_cache use_mamba_kernels"""
 # Models with a table of positions read max_position_embeddings.
 TOKENS = """cls_token_id force_bos_token_to_be_generated mask_token_id max_position_embeddings prefix sep_token_id
     task_specific_params tokenizer_class unk_token_id"""
@@ -79,6 +81,7 @@ class Config:
     fields: Mapping[str, object]
     where: str
     balance: float | None = None  # coefficient of the balancing loss of experts, instead of that in the fields
+    tensors: Callable[[], Collection[str]] = field(default=tuple, repr=False)  # names of those beside the config
     used: set[str] = field(factory=set, repr=False)
     parts: dict[str, Config] = field(factory=dict, repr=False)
 
@@ -89,6 +92,10 @@ class Config:
     def first_present(self, *names: str) -> str:
         """Return the first of these names that the config has; the first of all if it has none."""
         return next((name for name in names if self.fields.get(name) is not None), names[0])
+
+    def has_tensor(self, name: str) -> bool:
+        """Return True if there are weights beside the config, and a tensor of this name is one of them."""
+        return name in self.tensors()
 
     def ignore(self, *names: str) -> None:
         """Mark fields as read that have no effect in this model."""
@@ -168,11 +175,7 @@ class Config:
         for name, value in self.fields.items():
             if name in self.parts:
                 yield from (f"{name}.{inner}" for inner in self.parts[name].unread())
-            elif (
-                value not in (None, NO_EFFECT.get(name))
-                and name not in self.used | UNUSED | TRAINING
-                and not name.startswith("_")
-            ):
+            elif value not in (None, NO_EFFECT.get(name)) and name not in self.used | UNUSED | TRAINING:
                 yield name
 
     def unused(self) -> Iterator[str]:

@@ -44,12 +44,16 @@ class MLP(Layer):
 
 @frozen
 class SwiGLU(Layer):
-    """down(silu(gate(x)) * up(x)), with ff hidden channels. Source: Shazeer, arXiv:2002.05202."""
+    """down(silu(gate(x)) * up(x)), with ff hidden channels. Source: Shazeer, arXiv:2002.05202.
+
+    bias: of all three projections.
+    """
 
     ff: int
+    bias: bool = False
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return _gated("silu", x, self.ff, eager_tensors=0)
+        return _gated("silu", x, self.ff, eager_tensors=0, bias=self.bias)
 
 
 @frozen
@@ -88,8 +92,8 @@ class ClampedGLU(Layer):
         return project("down", h, e, over=("ff",), bias=True)
 
 
-def _gated(act: str, x: Value, ff: int, *, eager_tensors: int, dropout: float = 0.0) -> Value:
+def _gated(act: str, x: Value, ff: int, *, eager_tensors: int, dropout: float = 0.0, bias: bool = False) -> Value:
     e, f = x["embed"], Dim("ff", ff)
-    gate, up = fn(act, project("gate", x, f)), project("up", x, f)
+    gate, up = fn(act, project("gate", x, f, bias=bias)), project("up", x, f, bias=bias)
     h = dropped(fn("mul", gate, up, fusion="gate", eager_tensors=eager_tensors), dropout)
-    return project("down", h, e, over=("ff",))
+    return project("down", h, e, over=("ff",), bias=bias)

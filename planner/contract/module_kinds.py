@@ -132,7 +132,7 @@ def _is_megatron_mlp(op: Op, split: Split) -> bool:
 
 
 def _has_biases(op: Layer) -> bool:
-    return isinstance(op, ClampedGLU) or (isinstance(op, MLP) and op.bias)
+    return isinstance(op, ClampedGLU) or (isinstance(op, MLP | SwiGLU) and op.bias)
 
 
 # Kinds of ops that a torch module computes, with the condition on their options. Other layers have a method `module`.

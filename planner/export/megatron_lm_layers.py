@@ -174,16 +174,11 @@ def feed_forward_options(m: DecoderModel, target: Target) -> Iterator[Option]:
     dense, bias = m.dense or (m.moe and m.moe.expert), _has_biases(m)
     if not isinstance(dense, DenseFeedForward) or (m.moe and not _same_kind(m.moe.expert, dense)):
         refuse(target, f"experts and dense layers of different kinds: {declared(m.moe)}")
-    if isinstance(dense, MLP) and dense.bias is not bias:
-        refuse(
-            target,
-            f"{declared(dense)} with {declared(m.attention)}: either all projections have biases or none",
-        )
-    if not isinstance(dense, MLP) and bias:
-        refuse(
-            target,
-            f"{declared(dense)} with {declared(m.attention)}: all its projections would have biases",
-        )
+    given = isinstance(dense, MLP | SwiGLU) and dense.bias
+    if given is not bias:
+        all_or_none = "either all projections have biases or none"
+        wrong = all_or_none if given or isinstance(dense, MLP) else "all its projections would have biases"
+        refuse(target, f"{declared(dense)} with {declared(m.attention)}: {wrong}")
     yield option("ffn-hidden-size", dense.ff)
     yield from _activation(dense, target)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from megaloom.dsl.files.built_in import is_built_in
+from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column
 from megaloom.planner.model.requirements import ModelRequirements
@@ -33,7 +35,8 @@ def divides(id: str, sentence: str, axis: str, source: str, sizes_of: DimSizes) 
         degree, dims = getattr(case.layout, axis), sizes_of(case.requirements)
         dim, size = next((dim, size) for dim, size in dims if size % degree)
         allowed = allowed_tps(case.requirements) if axis == "tp" else divisors(*(n for _, n in dims))
-        return f"{axis} {degree} does not divide {dim}={size}", f"use {axis} {nearest_degrees(case, degree, allowed)}"
+        message = f"{axis} {degree} does not divide {dim}={size}{_kept_whole(case.graph, axis, dim, size)}"
+        return message, f"use {axis} {nearest_degrees(case, degree, allowed)}"
 
     return Rule(
         id=id,
@@ -44,6 +47,16 @@ def divides(id: str, sentence: str, axis: str, source: str, sizes_of: DimSizes) 
         holds=holds,
         explain=text,
     )
+
+
+def _kept_whole(graph: Graph, axis: str, dim: str, size: int) -> str:
+    """Return the entry of `splits` with which a layer of a user's own would keep a dim whole; "" for other layers."""
+    holders = [n for n in graph.nodes for s in n.weights if any((d.name, d.size) == (dim, size) for d in s.dims)]
+    kinds = dict.fromkeys(type(n.op).__name__ for n in holders)
+    if axis != "tp" or not holders or any(is_built_in(n.op) or hasattr(n.op, "module") for n in holders):
+        return ""
+    entry = f'splits = {{"{dim}": Sharded("tp", "whole")}}'
+    return f" ({' and '.join(f'{kind}.{entry}' for kind in kinds)} would keep it whole)"
 
 
 def _heads(requirements: ModelRequirements) -> list[tuple[str, int]]:

@@ -20,10 +20,10 @@ from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import open_config, reader
 from megaloom.dsl.hf.conversations import for_conversations, predicts_next_token
 from megaloom.dsl.hf.state_dict import to_checkpoint
+from megaloom.dsl.hf.stored_names import SHARD_INDEX, SINGLE
 from megaloom.dsl.hf.tensor_layout import stored_tensors
 from megaloom.dsl.hf.tensor_names import Names
 from megaloom.runtime.weights.kept_files import copy_files
-from megaloom.runtime.weights.tensor_folder import SHARD_INDEX, SINGLE
 from megaloom.runtime.weights.views import View, concatenated
 
 SHARD_NBYTES = 5 * 10**9

@@ -137,9 +137,13 @@ def _(op: MLP, w: Weights) -> Parameters:
     return _mlp_parameters(w, "up", bias=op.bias)
 
 
-@parameters.register(SwiGLU)
-@parameters.register(GeGLU)
-def _(op: SwiGLU | GeGLU, w: Weights) -> Parameters:
+@parameters.register
+def _(op: SwiGLU, w: Weights) -> Parameters:
+    return _mlp_parameters(w, "gate", "up", bias=op.bias)
+
+
+@parameters.register
+def _(op: GeGLU, w: Weights) -> Parameters:
     return _mlp_parameters(w, "gate", "up")
 
 

@@ -190,7 +190,7 @@ def _(op: GeGLU) -> dict[str, Any]:
 @feed_forward.register
 def _(op: SwiGLU) -> dict[str, Any]:
     fused = device.gpu_count() > 0  # one compiled kernel; not on CPU
-    return _mlp_fields(op.ff, "silu", gated=True, bias=False) | {"bias_activation_fusion": fused}
+    return _mlp_fields(op.ff, "silu", gated=True, bias=op.bias) | {"bias_activation_fusion": fused}
 
 
 @feed_forward.register

@@ -13,10 +13,11 @@ from megaloom.dsl.files.comparison import OptionDifference, differing_options
 from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import open_config, read, reader
 from megaloom.dsl.hf.state_dict import from_checkpoint
+from megaloom.dsl.hf.stored_names import SINGLE
 from megaloom.dsl.hf.tensor_check import check_tensors, check_values
 from megaloom.dsl.hf.tensor_names import Names
 
-from .tensor_folder import SINGLE, TensorFolder, open_tensors
+from .tensor_folder import TensorFolder, open_tensors
 from .views import View, concatenated
 
 POSITION_OPTIONS = ("rope", "positions")  # options that a user may change on purpose

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import read_json
+from megaloom.dsl.hf.stored_names import SHARD_INDEX, SINGLE
 
 from .quantised import dequantised
 from .views import Box, View, source
 
-SHARD_INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

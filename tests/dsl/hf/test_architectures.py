@@ -124,7 +124,7 @@ def test_a_missing_field_is_named() -> None:
         ("tie_word_embeddings", 1, "tie_word_embeddings must be true or false, got 1"),
         ("rope_scaling", "llama3", 'rope_scaling must be an object, got "llama3"'),
         ("hidden_act", "gelu", 'hidden_act = "gelu" is not supported\nsupported: "silu"'),
-        ("mlp_bias", True, "mlp_bias = true is not supported\nsupported: false"),
+        ("mlp_bias", 1, "mlp_bias must be true or false, got 1"),
     ],
 )
 def test_a_wrong_value_is_named(field: str, value: object, message: str) -> None:
@@ -154,6 +154,8 @@ def test_what_nobody_reads_is_refused() -> None:
         LLAMA | {"logit_scale": 0.5, "parallel_block": True, "use_cache": True, "residual_multiplier": None}
     )
     assert message.startswith("config: unknown fields logit_scale, parallel_block for LlamaForCausalLM\n")
+    message = refused(LLAMA | {"_logit_scale": 0.5, "_attn_implementation": "sdpa", "_num_labels": 3})
+    assert message.startswith("config: unknown field _logit_scale for LlamaForCausalLM\n")
     message = refused(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}})
     assert message.startswith("config: unknown field rope_scaling.beta_fast for LlamaForCausalLM\n")
 
@@ -526,6 +528,32 @@ def test_every_generation_field_of_transformers_is_known() -> None:
     transformers = pytest.importorskip("transformers")
     fields = {k for k in transformers.GenerationConfig().to_dict() if not k.startswith("_")}
     assert not fields - UNUSED
+
+
+def test_configs_that_transformers_saves_are_read_as_they_were(tmp_path: Path) -> None:
+    """From a file, and from an object in memory, which has more fields."""
+    transformers = pytest.importorskip("transformers")
+    for fields in SMALL:
+        theirs = getattr(transformers, fields["architectures"][0]).config_class.from_dict(fields)
+        theirs.save_pretrained(tmp_path)
+        theirs._attn_implementation = "eager"
+        assert fingerprint(read(theirs)) == fingerprint(read(tmp_path))
+
+
+def test_t5_with_another_activation_than_its_kind_is_refused() -> None:
+    fields = json.loads((TESTS / "configs" / "small" / "t5-v1.1.json").read_text())
+    assert fingerprint(read(fields | {"dense_act_fn": "gelu_new", "is_gated_act": True})) == fingerprint(read(fields))
+    for field, value in (("dense_act_fn", "gelu"), ("is_gated_act", False), ("scale_decoder_outputs", 1)):
+        assert field in refused(fields | {field: value})
+
+
+def test_layers_without_experts_are_numbered() -> None:
+    layers = {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    weights = graph(read(QWEN3_CODER | layers)).weights
+    assert [n for n in weights if n.startswith("moe.") and n.endswith("router")] == ["moe.0.router"]
+    assert weights["swiglu.3.down"].value.shape["ff"].known == QWEN3_CODER["intermediate_size"]
+    message = 'mlp_only_layers = ["3"] is not supported\nsupported: an array of numbers of layers, from 0'
+    assert refused(QWEN3_CODER | {"mlp_only_layers": ["3"]}) == f"config: {message}"
 
 
 @pytest.mark.parametrize(("limit", "works"), [(float("inf"), True), (1e308, True), (3.5e38, True), (0.1, False)])

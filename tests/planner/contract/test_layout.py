@@ -21,6 +21,7 @@ from megaloom.dsl import (
     Mamba2,
     MoE,
     NextToken,
+    Sharded,
     Split,
     Unembed,
     Value,
@@ -263,6 +264,28 @@ def four_devices(layer: Layer) -> tuple[Graph, Workload, Cluster]:
     return graph(m), Workload(seq=64, batch=8), evolve(cluster("1xH100"), count=4)
 
 
+class Even(Layer):
+    """Its inner dim is one of the built-in table, which tp must divide."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        f = Dim("ff", 14)
+        return dot(dot(x, weight("in", x["embed"], f), "embed"), weight("out", f, x["embed"]), "ff")
+
+
+class Kept(Even):
+    """The same layer, with the entry that the message names."""
+
+    splits = {"ff": Sharded("tp", "whole")}  # noqa: RUF012 - as a user would write it
+
+
+def test_the_width_of_an_own_layer_is_refused_with_the_entry_that_would_keep_it_whole() -> None:
+    layout = Layout(tp=4, sequence_parallel=True)
+    (refusal,) = violations(layout, *four_devices(Even()))
+    entry = 'Even.splits = {"ff": Sharded("tp", "whole")}'
+    assert refusal.message == f"tp 4 does not divide ff=14 ({entry} would keep it whole)"
+    assert violations(layout, *four_devices(Kept())) == ()
+
+
 @pytest.mark.parametrize("layer", [Wide(), MoE(Wide(), experts=4, top_k=1)])
 def test_a_dim_of_an_own_layer_need_not_divide(layer: Layer) -> None:
     """Our runtime does not shard such a dim; megatron-core refuses it."""
@@ -285,6 +308,7 @@ def test_tp_divides_the_width_of_a_dense_layer() -> None:
     g, workload, machine = four_devices(MLP(14))
     (refusals,) = violations(Layout(tp=4), g, workload, machine)
     assert (refusals.rule, refusals.fix) == ("tp-width", "use tp 2")
+    assert refusals.message == "tp 4 does not divide ff=14"
     assert "recompute-blocks" in [v.rule for v in violations(Layout(recompute=Recompute.FULL), g, workload, machine)]
 
 

@@ -35,7 +35,7 @@ def built(name: str, **changes: object) -> Any:
     theirs = theirs_class._from_config(theirs_class.config_class.from_dict(fields), attn_implementation="eager").eval()
     if fields.get("tie_word_embeddings") is False:  # T5 makes two tables one, until it loads two that differ
         theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone())
-    noise = 0.1 if name.startswith("t5") else 0.2  # T5 does not scale its scores, so that they grow with all weights
+    noise = 0.1 if "t5" in name else 0.2  # T5 does not scale its scores, so that they grow with all weights
     with torch.no_grad():
         for at, x in theirs.state_dict().items():
             if at != "final_logits_bias":
