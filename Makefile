@@ -21,7 +21,9 @@ help:  ## list the targets
 train: .venv  ## the main job: plan and train a small GPT on the text of Python's standard library (ARGS="..." for options)
 	@$(BIN)/megaloom train stdlib-gpt $(ARGS)
 
-test: lint types light unit  ## lint, types, the light installation and all tests
+test: .venv  ## lint, types, the light installation and all tests
+	@$(MAKE) --no-print-directory -j3 --output-sync=target lint types light
+	@$(MAKE) --no-print-directory unit
 
 lint: .venv  ## ruff, its formatter, and the import rules between packages and folders
 	$(BIN)/python -m ruff check .
