@@ -78,8 +78,7 @@ def _tensors(theirs: Any) -> dict[str, Tensor]:
 
 def transformers_step(name: str, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """Return the mean loss of a batch, and its gradients by the declared names of the weights."""
-    from megaloom.dsl.hf.state_dict import from_checkpoint
-    from tests.support.models.hugging_face import UNUSED, named
+    from tests.support.models.hugging_face import named
 
     it = of_config(name)
     it.theirs.zero_grad()
@@ -90,5 +89,13 @@ def transformers_step(name: str, batch: Mapping[str, Tensor]) -> tuple[float, di
     mask = batch["mask"].float() if "mask" in batch else torch.ones_like(each)
     loss = (each * mask).sum() / mask.sum()
     loss.backward()
-    gradients = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in _tensors(it.theirs).items()}
-    return loss.item(), from_checkpoint(it.names, it.model, _stored(it.theirs, gradients, UNUSED), torch.cat)
+    return loss.item(), gradients_of(it.theirs, it.names, it.model)
+
+
+def gradients_of(theirs: Any, names: Any, model: Model) -> dict[str, Tensor]:
+    """Return the gradients of a model of transformers by the declared names of the weights."""
+    from megaloom.dsl.hf.state_dict import from_checkpoint
+    from tests.support.models.hugging_face import UNUSED
+
+    gradients = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in _tensors(theirs).items()}
+    return from_checkpoint(names, model, _stored(theirs, gradients, UNUSED), torch.cat)
