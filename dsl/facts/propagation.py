@@ -273,7 +273,9 @@ def _reduced(op: Op) -> tuple[str, ...]:
     match op:
         case Normalize(over) if op.groups == 1:
             return over
-        case CrossEntropy(over) | LogSumExp(over):
+        case CrossEntropy(over):  # over a sequence, its devices gather the logits: see `requirements`
+            return () if over in SEQUENCES else (over,)
+        case LogSumExp(over):
             return (over,)
     return ()
 

@@ -6,6 +6,7 @@ from attrs import frozen
 
 from megaloom.dsl.ops.attention_core import Attend, sequence_dim
 from megaloom.dsl.ops.documents import DocumentPositions
+from megaloom.dsl.ops.loss import CrossEntropy
 from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.rope import Rope
 from megaloom.dsl.ops.sequence import Conv, Inside, Scan, Shift
@@ -57,6 +58,8 @@ def read_requirements(step: Step, split: Split) -> tuple[ReadRequirement, ...]:
             return (ReadRequirement(frozenset({dim})),)
         case Rename(old, new) if step.table.axis(v.args[0].shape[old]) != step.table.axis(v.shape[new]):
             return (ReadRequirement(frozenset({old})),)
+        case CrossEntropy(over) if over in SEQUENCES:  # a label is the index of a position, which a shard does not know
+            return ReadRequirement(frozenset({over})), ReadRequirement()
         case Rope() | PositionLookup() | Inside():
             return (ReadRequirement(offset_dims=SEQUENCES), *(ReadRequirement() for _ in v.args[1:]))
         case MaskedScatter():

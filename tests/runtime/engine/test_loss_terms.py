@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
@@ -17,7 +18,9 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.run import train
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
-from tests.support.paths import ROOT
+from tests.support.models.pointer import POSITIONS
+from tests.support.parity.layouts import under_layouts
+from tests.support.paths import ROOT, TEST_MODELS
 
 Z_LOSS = f"{ROOT / 'examples/scripts/own_loss.py'}:with_z_loss"
 
@@ -67,6 +70,28 @@ def test_terms_of_a_weighted_sum_add_up_to_the_loss(plan_of: Any) -> None:
         for row in (step, held_out):
             assert row["loss"] == pytest.approx(row["next_token.0"] + 1e-4 * row["z_loss.0"], rel=1e-6)
         assert step == pytest.approx(held_out, rel=1e-6)  # of the same samples and weights
+
+
+def pointed(plan: Plan) -> list[float]:
+    """Return losses and gradient norms of steps on cross-entropies over the positions of a source."""
+    from megaloom.runtime.engine.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe(lr=1e-2, warmup=0))
+    results = []
+    for step in range(2):
+        g = torch.Generator().manual_seed(step)
+        text = {"tokens": (97, (4, 32)), "source_tokens": (97, (4, POSITIONS))}
+        labels = {"labels": (POSITIONS, (4,)), "pointed": (POSITIONS, (4, 32))}
+        results.append(engine.step({n: torch.randint(*of, generator=g) for n, of in (text | labels).items()}))
+    return [x for r in results for x in (r.loss, r.grad_norm, *r.terms.values())]
+
+
+def test_a_cross_entropy_over_positions_does_not_depend_on_the_layout(plan_of: Any) -> None:
+    layouts = {"one": Layout(), "CP2": Layout(cp=2), "CP2 TP2 SP": Layout(cp=2, tp=2, sequence_parallel=True)}
+    plans = {name: plan_of(f"{TEST_MODELS / 'pointer.py'}:pointer", layout) for name, layout in layouts.items()}
+    ((expected,), *others) = under_layouts(pointed, plans).values()
+    for losses in (rank for ranks in others for rank in ranks):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_test_step_evaluates_where_it_is_asked_for(plan_of: Any) -> None:
