@@ -45,7 +45,7 @@ from .own_batches import Batch, captured_logits, filled, gathered_logits, global
 from .own_sums import evaluated
 from .pipeline_run import MicroBatches, PipelineRun, Samples, Step
 from .results import EvaluationResult, StepResult
-from .shared_batches import SharedBatches, is_absent
+from .shared_batches import SharedBatches, check_kinds, is_absent
 from .steps import HeldOut, Steps, complete, held_out_step, reads_more
 from .training_state import TrainingState, make_model_chunks, restore
 
@@ -123,7 +123,8 @@ class Engine:
 
         batch: the sequences of this data-parallel rank, named tensors [batch / dp ..] or token ids. All tp, cp and pp
         ranks of it give the same, or the first of them gives it and the others None. Or a function from i to sample i
-        of the global batch, which is called for this rank's samples only; count: their number, if it is not the plan's.
+        of the global batch, which is called for this rank's samples only, and which every rank gives; count: the
+        number of samples of the global batch, if it is not the plan's.
 
         No weight changes if the loss or a gradient is NaN or infinite. The step is then skipped if the loss scale of
         fp16 can be lowered, or the recipe allows it. Else raise NonFiniteError, which names rank, layer and parameter.
@@ -153,11 +154,11 @@ class Engine:
 
     def _global_batch(self, batch: Batch | Samples | None, count: int | None = None) -> tuple[Samples, MicroBatches]:
         """Return the samples of a global batch, and this rank's micro-batches of them."""
-        plan = self.plan
+        check_kinds(batch, count)
         samples = batch
         if not callable(samples):
             samples = agreed(partial(self._own_samples, self.shared.of(batch, training=True)))
-        return samples, self.pipeline.training_part(count or plan.workload.batch)
+        return samples, self.pipeline.training_part(self.plan.workload.batch if count is None else count)
 
     def _backward(self, samples: Samples, part: MicroBatches) -> LossTotals:
         """Run micro-batches forward and backward, and reduce their gradients over the ranks."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 import socket
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from hashlib import blake2b
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from attrs import define, field
 from torch import Tensor
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.launch.agreement import agreed, gathered
+from megaloom.runtime.launch.agreement import agreed, check_equal, gathered
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 
@@ -29,6 +31,10 @@ COMPARED_EVERY = 100  # batches after those, one of which is compared
 ONE_BATCH = (
     "all tensor-, context- and pipeline-parallel ranks of one data-parallel rank train on one batch: pass it on the "
     "first of them and None on the others, or pass equal ones"
+)
+ONE_KIND = (
+    "a function from i to sample i reads the samples of the global batch: pass it, and the same count, on every rank; "
+    "or pass tensors on the first rank of each data-parallel rank"
 )
 
 
@@ -58,6 +64,7 @@ class SharedBatches:
         absent = self._compare(batch, training) if compares else _any(own)
         if not absent:
             return batch
+        agreed(partial(_refuse_function, batch))
         found = self._of_first_rank(batch)
         agreed(lambda: _refuse(self.groups) if is_absent(found) and not own else None)
         return found
@@ -113,6 +120,38 @@ class SharedBatches:
         return held[0]
 
 
+def check_kinds(batch: Any, count: int | None) -> None:
+    """Raise UserError on all ranks unless all give a function and one count, or none does. Every rank calls it."""
+    known = 0 if _wrong_count(batch, count) else -1 if count is None else int(count)
+    largest = torch.tensor([int(callable(batch)), -int(callable(batch)), known, -known], device=device.current())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    most_functions, least_functions, most, least = largest.tolist()
+    if most_functions == -least_functions and most == -least != 0:
+        return
+    agreed(partial(_check_count, batch, count))
+    given = "a function" if callable(batch) else "tensors or None"
+    check_equal({"batch": given, "count": str(count)}, ONE_KIND)
+
+
+def _wrong_count(batch: Any, count: object) -> str:
+    """Return what is wrong with a count of samples, and what to do; empty if it is right."""
+    if count is None:
+        return ""
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+        return f"count is {count!r}: it must be a whole number, at least 1\nleave it out for the batch of the plan"
+    if not callable(batch):
+        return (
+            f"count is {count}, but the batch is no function from i to sample i: tensors have a number of their own\n"
+            "leave count out, or pass a function"
+        )
+    return ""
+
+
+def _check_count(batch: Any, count: object) -> None:
+    if wrong := _wrong_count(batch, count):
+        raise UserError(wrong)
+
+
 def is_absent(batch: Any) -> bool:
     """Return whether a rank passes no batch: None, or a dict or tuple without anything."""
     return batch is None or (isinstance(batch, Mapping | tuple) and not batch)
@@ -147,6 +186,11 @@ def _any(flag: bool) -> bool:
     found = torch.tensor(int(flag), device=device.current())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found)
+
+
+def _refuse_function(batch: Any) -> None:
+    if callable(batch):
+        raise UserError("a batch of an evaluation or of logits is tensors, not a function from i to sample i")
 
 
 def _refuse(groups: ProcessGroups) -> None:

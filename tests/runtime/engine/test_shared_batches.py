@@ -1,5 +1,6 @@
 """One batch for all ranks of a data-parallel rank: that of the first, where others pass none; others are refused."""
 
+import re
 import warnings
 from typing import Any
 
@@ -41,6 +42,23 @@ def refusal(call: Any) -> str:
     return str(raised.value)
 
 
+def refusals_of_kinds(engine: Any, batch: dict[str, Tensor], first: bool) -> list[str]:
+    """Return the refusals of functions and counts that are wrong, or that ranks do not share."""
+
+    def sample(i: int) -> dict[str, Tensor]:
+        return {name: x[i % len(x)] for name, x in batch.items()}
+
+    return [
+        refusal(lambda: engine.step(sample if first else None)),
+        refusal(lambda: engine.gradients(batch if first else sample)),
+        refusal(lambda: engine.step(sample, BATCH if first else 2 * BATCH)),
+        refusal(lambda: engine.step(sample, None if first else 0)),
+        refusal(lambda: engine.step(sample, 1.5)),
+        refusal(lambda: engine.step(batch, BATCH)),
+        refusal(lambda: engine.evaluate([sample] if first else None)),
+    ]
+
+
 def told(call: Any) -> list[str]:
     """Return the warnings that a call gives of repeated rows."""
     with warnings.catch_warnings(record=True) as found:
@@ -75,6 +93,7 @@ def loop(plan: Plan) -> dict[str, Any]:
     out["differ"] += [refusal(lambda: engine.evaluate([mine if first else other]))]
     out["first has none"] = refusal(lambda: engine.step(None if first else mine))
     out["nobody has one"] = refusal(lambda: engine.step({}))
+    out["kinds"] = refusals_of_kinds(engine, mine, first)
     out["goes on"] = engine.step(mine).loss
     return out
 
@@ -110,6 +129,15 @@ def test_other_batches_are_refused_on_all_ranks(layout: str, results: Results) -
     ranks = results[layout]
     for kind in ("differ", "goes on"):
         assert all(rank[kind] == ranks[0][kind] for rank in ranks)
+    for rank in ranks:
+        mixed, others, counts, none, half, beside, evaluated = rank["kinds"]
+        assert re.match(r"rank 1 \(.*\) differs from rank 0 \(.*\): batch is tensors or None, not a function\n", mixed)
+        assert ": batch is a function, not tensors or None\n" in others
+        assert f": count is {2 * BATCH}, not {BATCH}\n" in counts
+        assert "count is 0: it must be a whole number, at least 1\n" in none
+        assert half.startswith("count is 1.5: it must be a whole number, ")
+        assert beside.startswith(f"count is {BATCH}, but the batch is no function from i to sample i")
+        assert "a batch of an evaluation or of logits is tensors, not a function" in evaluated
     step, evaluation = ranks[0]["differ"]
     assert step == evaluation
     assert " has another batch than rank 0 (" in step
