@@ -7,6 +7,7 @@ from math import lcm
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.model.own_ops import own_ops
+from megaloom.planner.model.sequence_pairs import sequence_pair
 
 from .divisors import divisors, nearest
 from .rule import (
@@ -146,6 +147,21 @@ def _own_ops_text(case: Case[Layout]) -> Words:
     )
 
 
+def _sequence_pairs(case: Case[L]) -> Truth:
+    x = case.layout
+    holds: Truth = ((x.cp == 1) & ((x.tp == 1) | (x.sequence_parallel == 0))) | (sequence_pair(case.graph) is None)
+    return holds
+
+
+def _sequence_pairs_text(case: Case[Layout]) -> Words:
+    node, dims = sequence_pair(case.graph) or ("", ())
+    by = f"cp {case.layout.cp}" if case.layout.cp > 1 else "sequence parallelism"
+    return (
+        f"{node} computes a value over both {' and '.join(dims)}, and with {by} a device has only its parts of them",
+        "use --cp 1 without --sequence-parallel, or an attention layer, which exchanges the parts",
+    )
+
+
 MESH_RULES = (
     Rule(
         id="world",
@@ -228,5 +244,14 @@ MESH_RULES = (
         source="an op does not say along which dims it reads: sharded over one of them, it would compute other numbers",
         holds=_own_ops,
         explain=_own_ops_text,
+    ),
+    Rule(
+        id="sequence-pairs",
+        sentence="A model with a value over two sequences has cp 1 and no sequence parallelism.",
+        fix="use cp 1 without sequence parallelism, or an attention layer",
+        owner=Owner.PLANNER,
+        source="a device would compute only pairs of positions that are in its parts of both",
+        holds=_sequence_pairs,
+        explain=_sequence_pairs_text,
     ),
 )

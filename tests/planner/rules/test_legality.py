@@ -27,8 +27,8 @@ from tests.support.limits import LIMIT
 from tests.support.published import sample_runs
 
 COUNT, SEED = 2000, 20
-# Every drawn precision has a figure, and every drawn model repeats blocks and has built-in ops alone.
-UNDRAWN = {"precision", "recompute-blocks", "own-ops"}
+# Every drawn precision has a figure. Every drawn model repeats blocks and has built-in ops alone, over one sequence.
+UNDRAWN = {"precision", "recompute-blocks", "own-ops", "sequence-pairs"}
 
 
 @pytest.fixture(scope="module")

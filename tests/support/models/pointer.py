@@ -1,4 +1,4 @@
-"""A model that points: its losses are cross-entropies over the positions of a source."""
+"""A model that points: its loss is a cross-entropy over the positions of a source."""
 
 from attrs import frozen
 
@@ -43,10 +43,12 @@ class Pooled(Layer):
         return apply(Sum(("seq",)), x) * 0.1
 
 
-def pointer() -> Model:
-    """Return a model of two losses: one position for each sequence, and one for each token."""
+def pointer(*, each: bool = False) -> Model:
+    """Return a model that points to one position for each sequence; with `each`, also to one for each token."""
     table = weight("wte", Dim("vocab", 97), Dim("embed", 16))
     memory = ids("source_tokens", seq=Dim("source", POSITIONS)) >> Embed(table) >> RMSNorm()
     x = ids() >> Embed(table) >> RMSNorm()
-    of_tokens = x >> Pointed(memory, labels("pointed"))
-    return model("pointer", weighted_sum((1.0, x >> Pooled() >> Pointed(memory, labels(seq=None))), (0.5, of_tokens)))
+    of_sequence = x >> Pooled() >> Pointed(memory, labels(seq=None))
+    if not each:
+        return model("pointer", of_sequence)
+    return model("pointer", weighted_sum((1.0, of_sequence), (0.5, x >> Pointed(memory, labels("pointed")))))
