@@ -15,7 +15,7 @@ from .structured import StructureError
 from .workload import Precision
 
 ROUNDING_ERROR = 1e-9  # of a step, by which the sum of its parts may differ from it
-HOLDERS = ("weights", "gradients", "optimizer", "activations", "workspace", "logits", "allocator", "runtime")
+MEMORY_HOLDERS = ("weights", "gradients", "optimizer", "activations", "workspace", "logits", "allocator", "runtime")
 """Holders of memory that every prediction has."""
 
 LARGEST_MEMORY = 2**43  # bytes of one device, as in `devices.Device`
@@ -91,7 +91,7 @@ def _validate_prediction(plan: Plan) -> None:
         if len(getattr(predicted, name)) != ranks:
             _refuse(f"predicted.{name}", f"must have an entry for each of pp {ranks} pipeline ranks")
     for rank, held in enumerate(predicted.nbytes):
-        if absent := [name for name in HOLDERS if name not in held]:
+        if absent := [name for name in MEMORY_HOLDERS if name not in held]:
             _refuse(f"predicted.nbytes[{rank}]", f"must have {', '.join(absent)}")
         if min(held.values(), default=0) < 0 or not any(held.values()):
             _refuse(f"predicted.nbytes[{rank}]", "must hold at least one byte, and no negative number")

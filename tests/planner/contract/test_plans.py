@@ -19,7 +19,7 @@ from megaloom.dsl.files.json_form import fingerprint
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import load, plan_from_json, plan_to_json, save
-from megaloom.planner.contract.plan_validation import HOLDERS
+from megaloom.planner.contract.plan_validation import MEMORY_HOLDERS
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import PLAN_VERSION, Plan, PlanError, Prediction, Stage, plan_command
 from megaloom.planner.contract.workload import Workload
@@ -75,7 +75,7 @@ def plans(draw: st.DrawFn) -> Plan:
         bubble=draw(shares),
         breakdown=parts,
         nbytes=tuple(
-            {**dict.fromkeys(HOLDERS, 0), **draw(st.dictionaries(words, counts, min_size=1, max_size=3))}
+            {**dict.fromkeys(MEMORY_HOLDERS, 0), **draw(st.dictionaries(words, counts, min_size=1, max_size=3))}
             for _ in range(pp)
         ),
         moments=tuple(draw(words) for _ in range(pp)),
@@ -118,7 +118,10 @@ def example() -> Plan:
             mfu=1e12 / PRESETS["H100"].device.flops["bf16"],
             bubble=0.2,
             breakdown={"compute": 0.4, "bubble": 0.1},
-            nbytes=({**dict.fromkeys(HOLDERS, 0), "weights": 10}, {**dict.fromkeys(HOLDERS, 0), "weights": 20}),
+            nbytes=(
+                {**dict.fromkeys(MEMORY_HOLDERS, 0), "weights": 10},
+                {**dict.fromkeys(MEMORY_HOLDERS, 0), "weights": 20},
+            ),
             moments=("start of the first backward pass (micro-batch 0)", "loss of micro-batch 0"),
         ),
         reasons=("it is an example",),
