@@ -52,11 +52,10 @@ def ran(script: str, folder: Path) -> list[list[str]]:
     """Run a script in bash where each command only writes down its words. Return them; nothing else may be found."""
     for command in COMMANDS:
         stub = folder / command
-        stub.write_text(
-            f'#!/bin/bash\nprintf "%s\\0" {command} "$@" >> {folder}/ran\nprintf "\\n\\0" >> {folder}/ran\n'
-        )
+        stub.write_text(f'#!/bin/bash\nprintf "%s\\0" {command} "$@" > {folder}/call-$$\n')  # a file for each process
         stub.chmod(0o755)
-    (folder / "ran").write_text("")
+    for earlier in folder.glob("call-*"):
+        earlier.unlink()
     (folder / "script.sh").write_text(script)
     checked = subprocess.run(
         ["/bin/bash", "-n", "script.sh"], cwd=folder, capture_output=True, text=True, timeout=LIMIT
@@ -67,7 +66,7 @@ def ran(script: str, folder: Path) -> list[list[str]]:
         ["/bin/bash", "script.sh"], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT
     )
     assert (done.returncode, done.stderr) == (0, ""), script
-    return sorted(call.split("\0")[:-1] for call in (folder / "ran").read_bytes().decode().split("\n\0")[:-1])
+    return sorted(call.read_bytes().decode().split("\0")[:-1] for call in folder.glob("call-*"))
 
 
 @pytest.mark.parametrize("target", [t for t in Target if t is not Target.MEGATRON_BRIDGE])
