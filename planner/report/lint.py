@@ -31,7 +31,8 @@ HEADINGS = {
 }
 LEGEND = "Conditions of every legal layout. In brackets: the source line that checks it, or the reason."
 WIDTH = 116
-FREE_DEGREES = ("tp", "pp", "cp", "vpp", "ep", "etp", "micro_batch")  # of a layout, 1 where the user gives none
+# Fields of a layout that have their default where the user gives none.
+FREE_FIELDS = ("tp", "pp", "cp", "vpp", "ep", "etp", "micro_batch", "microbatch_group")
 ALL_RULES = (*RANGE_RULES, *RULES, *EXPORT_RULES, *RUNTIME_RULES)
 
 
@@ -57,11 +58,11 @@ def violations_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: F
 
 
 def _changes(space: CandidateSpace, layout: Layout) -> list[str]:
-    """Return the smallest changes of what the user fixed, or of another degree, that make the layout legal.
+    """Return the smallest changes of what the user fixed, or of another field, that make the layout legal.
 
-    A degree that the user left free is 1, as in the layout, unless a change says otherwise; dp takes what is left.
+    A field that the user left free is as in the layout unless a change says otherwise; dp takes what is left.
     """
-    fixed = {**space.fixed, **{name: getattr(layout, name) for name in FREE_DEGREES if name not in space.fixed}}
+    fixed = {**space.fixed, **{name: getattr(layout, name) for name in FREE_FIELDS if name not in space.fixed}}
     return changes_text(legal_changes(evolve(space, fixed=fixed)), fixed)
 
 

@@ -38,8 +38,9 @@ def legal_changes(space: CandidateSpace) -> list[dict[str, Any]]:
             wanted = {name: fixed[name] for name in names}
             rest = {name: value for name, value in fixed.items() if name not in names}
             layout = _nearest_legal(evolve(space, fixed=rest), wanted)
-            if layout is not None:
-                changes.append({name: getattr(layout, name) for name in names})
+            change = {name: getattr(layout, name) for name in names} if layout is not None else wanted
+            if change != wanted:  # else a field that is not fixed makes it legal
+                changes.append(change)
         if changes:
             return changes
     return []
