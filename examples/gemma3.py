@@ -109,7 +109,7 @@ QK_NORMS = {f"self_attn.{n}_norm.weight": flat(f"attention.0.{n}_norm.scale") fo
 def config(c: Config, name: str) -> Model:
     checked(c)
     layers = c.layers("num_hidden_layers")
-    each = c.whole(c.first_present("sliding_window_pattern", "_sliding_window_pattern"), EACH)
+    each = c.whole("sliding_window_pattern", c.whole("_sliding_window_pattern", EACH))  # transformers writes both
     kinds = tuple(c.array("layer_types", [*usual_kinds(layers, each)]))
     if len(kinds) != layers or any(kind not in (LOCAL_KIND, GLOBAL_KIND) for kind in kinds):
         raise c.unsupported("layer_types", f"supported: {layers} of {LOCAL_KIND} and {GLOBAL_KIND}")

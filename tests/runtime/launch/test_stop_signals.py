@@ -18,10 +18,13 @@ def raised(number: int) -> int:
 
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_is_said_and_ends_the_command(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(number)
-    assert until_stopped(lambda: raised(number)) == 128 + number
-    assert capfd.readouterr().err == f"megaloom: {number.name} heard; stopping\n"
-    assert signal.getsignal(number) is before
+    inherited = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP, and commands then ignore it too
+    try:
+        assert until_stopped(lambda: raised(number)) == 128 + number
+        assert capfd.readouterr().err == f"megaloom: {number.name} heard; stopping\n"
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, inherited)
 
 
 def test_sigusr2_is_ignored_with_a_line(capfd: pytest.CaptureFixture[str]) -> None:

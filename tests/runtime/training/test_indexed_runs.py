@@ -198,7 +198,7 @@ def test_a_tokenizer_beyond_the_vocabulary_is_refused(blend: list[str], plan_of,
     message = r"tiny-llama has a vocabulary of 127; the data.s tokenizer has 257 tokens \(a-tokenizer\)\ndeclare"
     with pytest.raises(UserError, match=message):
         train(plan_of("tiny_llama", Layout()), RECIPE, folder=tmp_path, source=blend)
-    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+    assert not any(tmp_path.iterdir())
 
 
 def test_epochs_must_be_positive(blend: list[str], plan_of, tmp_path: Path) -> None:
