@@ -26,12 +26,17 @@ def small_plan(folder: Path, *more: str, change: Callable[[dict[str, Any]], None
 
 @finding("fuzz D6", "Exports put names into scripts unquoted", Verdict.MENDED)
 def injection(folder: Path) -> str:
-    name = "x\ntouch PWNED\n#"
-    (folder / name).mkdir()
+    name, broken = "x $(touch PWNED); touch PWNED #'", "x\ntouch PWNED\n#"
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2}
     sizes = {"n_positions": 64, "vocab_size": 256, "activation_function": "gelu_new"}
-    (folder / name / "config.json").write_text(json.dumps(config | sizes))
+    for each in (name, broken):
+        (folder / each).mkdir()
+        (folder / each / "config.json").write_text(json.dumps(config | sizes))
+    refuses(plan(folder, broken, *SMALL[1:], "-o", "plan.json"), "a model cannot have the name")
     passes(plan(folder, name, *SMALL[1:], "-o", "plan.json"))
+    raw = json.loads((folder / "plan.json").read_text())
+    raw["cluster"]["source"] = broken
+    (folder / "plan.json").write_text(json.dumps(raw))
     for command in ("torchrun", "srun", "scontrol"):
         (folder / command).write_text("#!/bin/sh\n")
         (folder / command).chmod(0o755)
