@@ -156,7 +156,7 @@ def refused_at_once(folder: Path) -> str:
     (folder / "file").write_text("no folder")
     for arguments, words in (
         (("--data", "nowhere"), "no file or folder nowhere"),
-        (("--out", "file/run"), "cannot write in file/run: Not a directory"),
+        (("--out", "file/run"), "cannot write into --out 'file/run'"),
         (("--set", "vocab=100"), "has a vocabulary of 100; text is read as bytes"),
     ):
         ended = megaloom(folder, "train", "stdlib-gpt", *arguments)
