@@ -1,4 +1,4 @@
-"""What is printed changes no terminal, whatever names are in it."""
+"""Printed names change no terminal: control characters are escaped."""
 
 from __future__ import annotations
 

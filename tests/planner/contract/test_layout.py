@@ -273,7 +273,7 @@ class Even(Layer):
 
 
 class Kept(Even):
-    """The same layer, with the entry that the message names."""
+    """A feed-forward layer with the entry of `splits` that the message of tp-width names."""
 
     splits = {"ff": Sharded("tp", "whole")}  # noqa: RUF012 - as a user would write it
 

@@ -157,7 +157,7 @@ def test_asked_to_save_it_saves_and_goes_on(text: Path, tmp_path: Path) -> None:
 
 
 def handles(process: subprocess.Popen[str], number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
     return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 

@@ -59,7 +59,7 @@ def key_tokens(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def key_tokens_by_torch(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """What `key_tokens` computes, by torch functions of whole logits."""
+    """Return the sums of `key_tokens`, computed by torch functions of whole logits."""
     log_probs = torch.log_softmax(outputs.gathered(LOGITS).float(), -1)
     losses = -log_probs.gather(-1, batch["labels"][..., None])[..., 0].mean(1)
     weights = 1 + 0.25 * (batch["tokens"] < 40).float().sum(1)
@@ -67,7 +67,7 @@ def key_tokens_by_torch(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor,
 
 
 def key_tokens_by_megatron(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """What `key_tokens` computes, by megatron-core's function of this rank's columns of the logits."""
+    """Return the sums of `key_tokens`, by megatron-core's function of this rank's columns of logits."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     logits = outputs.values[LOGITS].float().contiguous()

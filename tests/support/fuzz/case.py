@@ -17,7 +17,7 @@ from attrs import frozen
 
 
 class Label(StrEnum):
-    """What must come of a case."""
+    """The result that a case must have."""
 
     LEGAL = "legal"
     ILLEGAL = "illegal"

@@ -28,7 +28,7 @@ LONGEST = 400_000  # bytes of output that are kept
 
 @frozen
 class Ended:
-    """How a call ended. code: None after the time limit. files: those that it added or changed."""
+    """The end of a call. code: None after the time limit. files: those that it added or changed."""
 
     code: int | None
     text: str

@@ -115,7 +115,7 @@ def small_draws(seed: int) -> Iterator[Case]:
 
 @frozen
 class Wishes:
-    """What a layout should have, if it is legal."""
+    """Properties that a draw asks of its layout, if one with them is legal."""
 
     vpp: bool = False
     etp: bool = False

@@ -1,4 +1,4 @@
-"""How a drawn run gets its samples, and a step of its own."""
+"""Feeds of drawn runs: the form of their samples, and steps of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Feed(Enum):
-    """How a run gets its samples, and what computes its loss."""
+    """The form in which a run gets its samples, and the step that computes its loss."""
 
     SAMPLES = "by number"
     BATCHES = "batches on every rank"

@@ -1,4 +1,4 @@
-"""What a drawn layout must share with one process: gradients, losses, weights, an evaluation, and a checkpoint.
+"""Values that a drawn layout must share with one process: gradients, losses, weights, an evaluation, and a checkpoint.
 
 `before(case, folder)` trains three steps under the layout of a case and saves; `after(case, folder)` loads under its
 second layout and trains two more. `reference(case)` trains all five in one process.
@@ -107,7 +107,7 @@ Tensors = Mapping[str, tuple[Tensor, float]]  # each with what ranks disagree on
 
 @frozen(eq=False)
 class Trace:
-    """What was measured under a layout. The tensors are on rank 0."""
+    """Values measured under a layout. The tensors are on rank 0."""
 
     curve: Curve
     weights: Tensors | None
@@ -117,7 +117,7 @@ class Trace:
 
 @frozen(eq=False)
 class Reference:
-    """What one process measured, and by how much it differs from the oracle."""
+    """Values measured in one process, and their differences from the oracle."""
 
     early: Trace
     late: Trace
