@@ -31,7 +31,7 @@ from megaloom.runtime.training.verify import (
 )
 from tests.support.parity.feeds import Feed, LargeLogits
 from tests.support.parity.hf_oracle import HF, of_config, transformers_step
-from tests.support.parity.oracle import Oracle, stacked
+from tests.support.parity.oracle import Oracle, learning_rates, stacked
 from tests.support.parity.torch_twins import TWINS
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _oracle(case: Case, run: LongRun, early: Trace, noise: Mapping[str, float]) 
         for d in gradient_differences(graph_, early.gradients, expected, noise, precision):
             worst = max(worst, known(d.relative))
             differing += [] if d.relative <= tolerance(precision) else [d.weight]
-    lrs = _learning_rates(run)
+    lrs = learning_rates(run.engine, STEPS)
     steps = [oracle.step(batch, lr) for batch, lr in zip(batches, lrs, strict=True)]
     losses += [abs(s.loss - ours) for s, ours in zip(steps, early.curve.losses, strict=True)]
     losses += [abs(s.grad_norm - ours) / max(1.0, ours) for s, ours in zip(steps, early.curve.grad_norms, strict=True)]
@@ -279,16 +279,6 @@ def whole_weights(engine: Any) -> dict[str, tuple[Tensor, float]] | None:
         for name in {name for of_rank in each for name in of_rank}:
             values = torch.stack([of_rank[name] for of_rank in each if name in of_rank])
             out[name] = values[0], float((values.amax(0) - values.amin(0)).max())
-    return out
-
-
-def _learning_rates(run: LongRun) -> list[float]:
-    scheduler = run.engine.state.scheduler
-    done, out = scheduler.num_steps, []
-    for step in range(STEPS):
-        scheduler.num_steps = step
-        out.append(float(scheduler.get_lr({})))
-    scheduler.num_steps = done
     return out
 
 

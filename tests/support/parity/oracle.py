@@ -7,6 +7,7 @@ losses, the balancing losses of experts, the correction of their scores after ea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.parity.torch_twins import Twin
+
+if TYPE_CHECKING:
+    from megaloom.runtime.engine.engine import Engine
 
 MOVES = 1e-3  # by which a step moves the correction of an expert: arXiv:2412.19437, 4.2
 
@@ -162,3 +166,14 @@ def stacked(sample: Callable[[int], Batch], indices: Sequence[int]) -> dict[str,
     """Return these samples as one batch."""
     samples = [sample(i) for i in indices]
     return {name: torch.stack([s[name] for s in samples]) for name in samples[0]}
+
+
+def learning_rates(engine: Engine, steps: int) -> list[float]:
+    """Return the learning rates of the first steps of an engine's schedule."""
+    scheduler = engine.state.scheduler
+    done, out = scheduler.num_steps, []
+    for step in range(steps):
+        scheduler.num_steps = step
+        out.append(float(scheduler.get_lr({})))
+    scheduler.num_steps = done
+    return out

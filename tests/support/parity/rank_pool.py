@@ -44,7 +44,7 @@ from tests.support.parity.hf_oracle import HF, of_config
 from tests.support.parity.long_run import Reference, Trace, after, before, differences
 from tests.support.parity.long_run import reference as long_reference
 from tests.support.parity.mutants import MUTANTS
-from tests.support.parity.oracle import Oracle, stacked
+from tests.support.parity.oracle import Oracle, learning_rates, stacked
 
 BREAKS = {name: it.breaks for name, it in BROKEN.items()} | {name: it.breaks for name, it in MUTANTS.items()}
 SEED, STEPS = 1234, 3
@@ -324,20 +324,9 @@ def reference(case: Case) -> tuple[Curve, dict[str, torch.Tensor], dict[str, flo
     values = {name: (g.value, g.disagreement) for name, g in gradients.items()}
     precision = case.plan.workload.precision
     differences = gradient_differences(run.engine.graph, values, declared, noise, precision)
-    steps = [oracle.step(batch, lr) for batch, lr in zip(batches, learning_rates(run), strict=True)]
+    steps = [oracle.step(batch, lr) for batch, lr in zip(batches, learning_rates(run.engine, STEPS), strict=True)]
     exact = Curve(tuple(s.loss for s in steps), tuple(s.grad_norm for s in steps))
     return curve, {k: g.value for k, g in gradients.items()}, noise, Comparison(curve, exact, limit, differences)
-
-
-def learning_rates(run: ShortRun) -> list[float]:
-    """Return the learning rates of the steps of a run."""
-    scheduler = run.engine.state.scheduler
-    done, out = scheduler.num_steps, []
-    for step in range(STEPS):
-        scheduler.num_steps = step
-        out.append(float(scheduler.get_lr({})))
-    scheduler.num_steps = done
-    return out
 
 
 def compared(case: Case, outcome: Any, expected: Any, seconds: float) -> Result:
