@@ -1,6 +1,7 @@
 # `make train` and `make test` do all the set-up they need, alone and in either order. `make help` lists the rest.
 VENV := .venv
 BIN := $(VENV)/bin
+FOLDERS := dsl planner runtime examples
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 # The Python to build $(VENV) from: PYTHON=..., or the first of these for which megatron-core has a wheel (3.11 to 3.13).
@@ -62,9 +63,13 @@ clean:  ## remove everything that make made; runs/ stays
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # .installing exists until the installation is complete; if one was interrupted, the next `make` removes it and starts again.
-.venv: $(VENV)/.ready
+.venv: $(VENV)/.ready $(VENV)/packages/megaloom
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+# Links to the folders under their installed names, for mypy, which does not follow the import hook of the installation.
+$(VENV)/packages/megaloom: | $(VENV)/.ready
+	@mkdir -p $@ && ln -sfn $(FOLDERS:%=../../../%) $@
+
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "make needs Python 3.11, 3.12 or 3.13 (megatron-core has no wheel for others) and found none." \
 	    "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "Installing into $(VENV) with $(PYTHON) (once; a minute, or several where torch comes with CUDA)"
@@ -76,5 +81,5 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	    echo "$$own" > $(SITE)/own_torch.pth; sed -i '/^torch==/d' $(VENV)/constraints.txt; }
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt setuptools
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
-	@$(BIN)/python -m compileall -q dsl planner runtime examples  # also where commands may write nothing
+	@$(BIN)/python -m compileall -q $(FOLDERS)  # also where commands may write nothing
 	@mv $(VENV)/.installing $@ && touch $@

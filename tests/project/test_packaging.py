@@ -14,7 +14,6 @@ from tests.support.limits import LIMIT
 from tests.support.paths import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUP = PYPROJECT["tool"]["setuptools"]
 FOLDERS = tuple(sorted(path.parent.name for path in ROOT.glob("*/__init__.py")))
 
 
@@ -27,9 +26,9 @@ def python(*args: str, cwd: Path, path: Path | None = None) -> str:
 
 
 def sources(root: Path, folders: Iterable[str]) -> set[str]:
-    """The Python files, type markers and what web pages are made of, under these folders of `root`."""
+    """The Python files, type markers, data and what web pages are made of, under these folders of `root`."""
     files = (path for name in folders for path in (root / name).rglob("*") if "__pycache__" not in path.parts)
-    kinds = (".py", ".js", ".css", ".typed")
+    kinds = (".py", ".js", ".css", ".jsonl", ".typed")
     return {path.relative_to(root).as_posix() for path in files if path.suffix in kinds}
 
 
@@ -37,7 +36,7 @@ def sources(root: Path, folders: Iterable[str]) -> set[str]:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel installed in it, built from a copy so that this tree does not change."""
     copy, installed = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("installed")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -46,16 +45,26 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed
 
 
-def test_each_folder_with_modules_is_listed() -> None:
-    folders = {path.parent.relative_to(ROOT) for top in FOLDERS for path in (ROOT / top).rglob("*.py")}
-    expected = {"megaloom." + ".".join(folder.parts): folder.as_posix() for folder in folders}
-    assert set(SETUP["packages"]) == set(expected)
-    assert SETUP["package-dir"] == expected
+def test_each_folder_with_modules_is_a_package() -> None:
+    modules = (path for top in FOLDERS for path in (ROOT / top).rglob("*.py"))
+    assert {path.parent for path in modules if not (path.parent / "__init__.py").is_file()} == set()
+
+
+def test_a_new_folder_needs_no_entry(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    for name in ("dsl", "runtime", "runtime/new", "runtime/new/below", "benchmarks"):  # the last one is not installed
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    show = "import setuptools; setuptools.setup = lambda packages: print(*sorted(packages)); import setup"
+    listed = python("-c", show, cwd=tmp_path).split()
+    assert listed == ["megaloom.dsl", "megaloom.runtime", "megaloom.runtime.new", "megaloom.runtime.new.below"]
 
 
 def test_type_checkers_see_the_same_packages() -> None:
-    links = {link.name: link.resolve() for link in (ROOT / ".ns/megaloom").iterdir()}
-    assert links == {name: ROOT / name for name in FOLDERS}
+    links = PYPROJECT["tool"]["mypy"]["mypy_path"].removeprefix("$MYPY_CONFIG_FILE_DIR/") + "/megaloom"
+    only_links = ("make", "-s", "-o", ".venv/.ready", links)  # the installation stays, also where it is an old one
+    subprocess.run(only_links, cwd=ROOT, check=True, timeout=LIMIT)
+    assert {link.name: link.resolve() for link in (ROOT / links).iterdir()} == {name: ROOT / name for name in FOLDERS}
     assert all((ROOT / name / "py.typed").is_file() for name in FOLDERS)
 
 
