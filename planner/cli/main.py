@@ -21,6 +21,7 @@ from .adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
 from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, parse_share, reject_rounded, unwrap_help, usage_error
 from .process import cyclic_gc_disabled, run_and_flush
 from .settings import SetOption, SettingsOption, model_arguments, options_of_settings
+from .versions import VERSION_HELP, installed_versions
 
 if TYPE_CHECKING:
     from megaloom.planner.contract.devices import Cluster
@@ -29,12 +30,15 @@ app = App(
     name="plan",
     usage="Usage: plan MODEL [OPTIONS]",
     help="Find the fastest layout of a model on a cluster, explain it, and write it to a plan file.",
-    version_flags=[],
+    version=installed_versions,
+    version_flags=["--version"],
+    version_format="plaintext",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` prints the message
     config=[options_of_settings, reject_rounded],
 )
-app["--help"].group = "Parameters"
+app["--help"].group = app["--version"].group = "Parameters"
+app["--version"].help = VERSION_HELP
 
 _MEGALOOM_COMMANDS = (
     "compare",

@@ -24,6 +24,7 @@ from megaloom.planner.cli.main import app as planning
 from megaloom.planner.cli.process import run_and_flush
 from megaloom.planner.cli.settings import options_of_settings
 from megaloom.planner.cli.validate import validate
+from megaloom.planner.cli.versions import VERSION_HELP, installed_versions
 from megaloom.runtime.launch.stop_signals import until_stopped
 
 from .address_space import within_address_space
@@ -49,12 +50,15 @@ def options_of_run(app: App, commands: tuple[str, ...], arguments: ArgumentColle
 app = App(
     name="megaloom",
     help="Declare a model, plan how to lay it over devices, train it that way.",
-    version_flags=[],
+    version=installed_versions,
+    version_flags=["--version"],
+    version_format="plaintext",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` prints it
     config=[options_of_settings, options_of_run, reject_rounded],
 )
-app["--help"].group = "Parameters"
+app["--help"].group = app["--version"].group = "Parameters"
+app["--version"].help = VERSION_HELP
 app.command(planning, name="plan")
 for planned in (validate, explain, export, compare):
     app.command(unwrap_help(planned))

@@ -6,12 +6,18 @@ from importlib.util import find_spec
 
 from megaloom.dsl.errors import UserError
 
-TRAINING_PACKAGES = ("torch", "megatron.core", "psutil")  # of the extra `train` in pyproject.toml
+TRAINING_PACKAGES = {
+    "torch": "torch",
+    "megatron-core": "megatron.core",
+    "psutil": "psutil",
+    "safetensors": "safetensors",
+}
+"""Module of each package that every run imports. The extra `train` also has those of single formats."""
 
 
 def require_training_packages(command_name: str) -> None:
-    """Raise UserError if torch or megatron-core is not installed."""
-    missing = [name for name in TRAINING_PACKAGES if not _is_installed(name)]
+    """Raise UserError that names the missing packages, if one of TRAINING_PACKAGES is not installed."""
+    missing = [package for package, module in TRAINING_PACKAGES.items() if not _is_installed(module)]
     if missing:
         raise UserError(
             f"`megaloom {command_name}` needs packages that are not installed: {', '.join(missing)}\n"
@@ -19,8 +25,8 @@ def require_training_packages(command_name: str) -> None:
         )
 
 
-def _is_installed(name: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
-        return find_spec(name) is not None
+        return find_spec(module) is not None
     except ModuleNotFoundError:  # of the parent package
         return False
