@@ -62,6 +62,9 @@ clean:  ## remove everything that make made; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# pip compiles on one core, a third of the whole installation: compileall does so on all.
+QUIETLY := -qq --disable-pip-version-check --no-compile -c $(VENV)/constraints.txt
+
 # .installing exists until the installation is complete; if one was interrupted, the next `make` removes it and starts again.
 .venv: $(VENV)/.ready $(VENV)/packages/megaloom
 
@@ -79,7 +82,8 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt
 	@cp constraints.txt $(VENV)
 	@own="$(OWN_TORCH)"; test -z "$$own" || { echo "Using the torch in $$own"; \
 	    echo "$$own" > $(SITE)/own_torch.pth; sed -i '/^torch==/d' $(VENV)/constraints.txt; }
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt setuptools
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -m pip install $(QUIETLY) setuptools
+	@$(BIN)/python -m pip install $(QUIETLY) --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j0 -x /tests/ $(SITE) || true  # some packages have templates that are no Python
 	@$(BIN)/python -m compileall -q $(FOLDERS)  # also where commands may write nothing
 	@mv $(VENV)/.installing $@ && touch $@
