@@ -26,7 +26,7 @@ def test_every_recorded_plan_has_a_case() -> None:
     assert len(CASES) == len({case.name for case in CASES})
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/develop/testing.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/develop/testing.md"])
 def test_pages_give_the_numbers_of_recorded_predictions(page: str) -> None:
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     assert {int(n) for n in re.findall(r"(\d+) plans and", text)} == {len(CASES)}
