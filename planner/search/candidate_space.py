@@ -126,7 +126,8 @@ class CandidateSpace:
         chosen.setdefault("overlaps", OverlapSet(default_overlaps(fixed.get("shard", Shard.NONE))))
         layouts = evolve(self, inner=())._unchecked_base_layouts()
         for base in (layouts[i] for i in range(len(layouts))):
-            for vpp in field_choices("vpp", fixed, chunk_counts(base.pp, self._requirements.blocks)):
+            needs = self._requirements
+            for vpp in field_choices("vpp", fixed, chunk_counts(base.pp, needs.blocks, needs.max_stages)):
                 yield evolve(base, **chosen | {"vpp": vpp})
 
     def _unchecked_base_layouts(self) -> Layouts:

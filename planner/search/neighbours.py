@@ -76,7 +76,7 @@ def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
                     yield _with(x, **{a: getattr(x, a) // factor, b: getattr(x, b) * factor})
     for name, values in (
         ("micro_batch", micro_batch_sizes(x.dp, pricer.workload, {})),
-        ("vpp", chunk_counts(x.pp, needs.blocks)),
+        ("vpp", chunk_counts(x.pp, needs.blocks, needs.max_stages)),
         ("ep", divisors(x.world // (x.pp * x.etp)) if needs.experts else (1,)),
     ):
         now = getattr(x, name)

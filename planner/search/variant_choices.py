@@ -21,6 +21,7 @@ from megaloom.planner.contract.workload import Workload
 from megaloom.planner.rules.divisors import divisors
 
 MAX_CHUNKS = 16  # model chunks a pipeline rank, at most
+POWERS_OF_TWO = (1, 2, 4, 8, 16)
 GROUP_RATIOS = (1.0, 1.25, 1.5, 2.0)  # microbatch groups, as multiples of pp: larger ones wait less and save more
 # Variants of a base layout. Where the search tries both, layouts that overlap experts have a base layout of their own.
 ALL_VARIANTS, OVERLAPPED_EXPERTS, OTHER_VARIANTS = 0, 1, 2
@@ -39,15 +40,16 @@ def micro_batch_sizes(dp: int, workload: Workload, fixed: FixedAxes) -> tuple[in
     return field_choices("micro_batch", fixed, divisors(max(1, workload.batch // dp)))
 
 
-def chunk_counts(pp: int, blocks: int) -> tuple[int, ...]:
-    """Return the numbers of model chunks that a pipeline rank may have: divisors of its blocks, rounded up.
+def chunk_counts(pp: int, blocks: int, stages: int) -> tuple[int, ...]:
+    """Return the numbers of model chunks that a pipeline rank may have, in ascending order.
 
-    If there are none up to MAX_CHUNKS, return divisors of one block more: NVIDIA runs DeepSeek-V3's 61 blocks as 8
-    chunks on each of two ranks.
+    These are the divisors of a rank's blocks, rounded up, and the powers of two: NVIDIA runs DeepSeek-V3's 61 blocks as
+    8 chunks on each of two ranks. A model without repeated blocks may have any number. `stages` is the most pipeline
+    stages that the model can be cut into.
     """
-    share = max(1, -(-blocks // pp))
-    share += share > MAX_CHUNKS and len(divisors(share)) == 2
-    return tuple(v for v in divisors(share) if v <= MAX_CHUNKS) if pp > 1 else (1,)
+    most = min(MAX_CHUNKS, stages // pp) if pp > 1 else 1
+    counts = {*divisors(-(-blocks // pp)), *POWERS_OF_TWO} if blocks else range(1, 1 + most)
+    return tuple(sorted(v for v in counts if v <= most)) or (1,)
 
 
 def microbatch_groups(pp: int, microbatches: int) -> tuple[int, ...]:
@@ -68,7 +70,7 @@ def schedules(pp: int, m: int, blocks: int, stages: int, subset: int, key: Fixed
     fixed = dict(key)
     rows = [
         (vpp, group)
-        for vpp in field_choices("vpp", fixed, chunk_counts(pp, blocks))
+        for vpp in field_choices("vpp", fixed, chunk_counts(pp, blocks, stages))
         if pp * vpp <= stages and (vpp == 1 or pp > 1) and (subset != OVERLAPPED_EXPERTS or vpp > 1 or pp == 1)
         for group in field_choices("microbatch_group", fixed, microbatch_groups(pp, m) if vpp > 1 else (0,))
         if _valid_group(group, vpp, pp, m)

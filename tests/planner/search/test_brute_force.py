@@ -10,6 +10,20 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaloom.dsl import (
+    Attention,
+    Dim,
+    Embed,
+    Model,
+    NextToken,
+    RMSNorm,
+    SwiGLU,
+    Unembed,
+    ids,
+    residual,
+    weight,
+)
+from megaloom.dsl import model as declared
 from megaloom.dsl.graph import Graph, graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
@@ -39,7 +53,8 @@ from megaloom.planner.simulate.price import Priced
 from megaloom.planner.validate.models.decoder import Decoder
 
 INSTANCES = 60
-KINDS = ["dense", "tied", "sparse", "ahead"]
+OF_BLOCKS = ["dense", "tied", "sparse", "ahead"]
+KINDS = [*OF_BLOCKS, "flat"]  # a model without repeated blocks
 
 
 @cache
@@ -53,7 +68,18 @@ def model(kind: str, layers: int) -> Graph:
             return graph(
                 Decoder(layers=layers, hidden=96, heads=6, kv_heads=3, ffn=192, vocab=512, mtp_layers=1).model()
             )
+        case "flat":
+            return graph(without_repeat(layers))
     return graph(llama("dense", layers=layers, heads=6, kv_heads=3, embed=96, ff=192, vocab=512))
+
+
+def without_repeat(layers: int) -> Model:
+    """A model whose layers are written one after the other, without `repeat`."""
+    wte, head = (weight(name, Dim("vocab", 512), Dim("embed", 96)) for name in ("wte", "head"))
+    program = ids() >> Embed(wte)
+    for _ in range(layers):
+        program = program >> residual(RMSNorm(), Attention(heads=6, kv_heads=3)) >> residual(RMSNorm(), SwiGLU(192))
+    return declared("flat", program >> RMSNorm() >> Unembed(head) >> NextToken())
 
 
 def machine(count: int, kib: int) -> Cluster:
@@ -117,7 +143,7 @@ def test_the_search_equals_brute_force(
 def chunked(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload, dict[str, int], Runtime]:
     """Pipelines of interleaved chunks of a model of many blocks, with about as much memory as the plain one takes."""
     runtime = draw(st.sampled_from(Runtime))
-    g = with_cut_points_of(model(draw(st.sampled_from(KINDS)), draw(st.integers(12, 14))), runtime)
+    g = with_cut_points_of(model(draw(st.sampled_from(OF_BLOCKS)), draw(st.integers(12, 14))), runtime)
     pp, vpp = draw(st.sampled_from([(2, 3), (2, 4), (3, 2), (4, 2)]))
     x = Layout(pp=pp, vpp=vpp, dp=draw(st.integers(1, 2)))
     work = Workload(seq=draw(st.sampled_from([24, 48, 64])), batch=x.dp * pp * draw(st.integers(2, 6)))
@@ -177,7 +203,7 @@ def test_less_overlap_is_no_quicker(case: tuple[Graph, Cluster, Workload]) -> No
 @st.composite
 def interleaved(draw: st.DrawFn) -> tuple[Graph, Layout, Workload, float]:
     """An interleaved layout of a model of many blocks, and a memory limit relative to its balanced partition."""
-    g = model(draw(st.sampled_from(KINDS)), draw(st.integers(9, 16)))
+    g = model(draw(st.sampled_from(OF_BLOCKS)), draw(st.integers(9, 16)))
     pp, vpp = draw(st.sampled_from([(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2), (4, 4)]))
     m = pp * draw(st.integers(1, 4))
     again = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1)]))

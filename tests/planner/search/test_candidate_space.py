@@ -26,6 +26,7 @@ from megaloom.planner.search.device_meshes import TIE_RATIO
 from megaloom.planner.search.infeasible import checked_fixed
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import Found, plan
+from megaloom.planner.search.variant_choices import chunk_counts
 
 MODEL = llama("tiny-llama", layers=8, heads=4, kv_heads=2, embed=64, ff=96, vocab=512)
 WORK, MACHINE = Workload(seq=64, batch=24), cluster("4xH100")
@@ -155,3 +156,19 @@ def test_the_fields_that_a_rule_reads() -> None:
         (lambda case: case.workload.batch > 1, set[str]()),
     ):
         assert fields_read(site_rule(holds), case) == names
+
+
+@pytest.mark.parametrize(
+    ("pp", "blocks", "stages", "chunks"),
+    [
+        (1, 32, 65, (1,)),
+        (2, 32, 65, (1, 2, 4, 8, 16)),
+        (4, 80, 161, (1, 2, 4, 5, 8, 10, 16)),  # 8 and 16 do not divide a rank's 20 blocks
+        (2, 61, 122, (1, 2, 4, 8, 16)),  # DeepSeek-V3 on two ranks
+        (4, 8, 17, (1, 2, 4)),
+        (2, 0, 7, (1, 2, 3)),  # a model without repeated blocks
+        (8, 0, 7, (1,)),
+    ],
+)
+def test_chunk_counts(pp: int, blocks: int, stages: int, chunks: tuple[int, ...]) -> None:
+    assert chunk_counts(pp, blocks, stages) == chunks

@@ -143,6 +143,13 @@ def test_ranks_share_the_cores(monkeypatch):
     assert launcher.run(threads, (), 1, timeout=LIMIT) == [2]
 
 
+def test_threads_that_wait_sleep(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert launcher.run(os.getenv, ("OMP_WAIT_POLICY",), 1, timeout=LIMIT) == ["passive"]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert launcher.run(os.getenv, ("OMP_WAIT_POLICY",), 1, timeout=LIMIT) == ["active"]
+
+
 def product():
     x = torch.ones(600, 600, requires_grad=True)
     (x @ x).sum().backward()

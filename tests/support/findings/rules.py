@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.findings.finding import Verdict, finding, left, megaloom, passes, plan, refuses
+from tests.support.findings.finding import Verdict, finding, megaloom, passes, plan, refuses
 
 OWN = """
 from attrs import frozen
@@ -207,8 +207,27 @@ def kept_whole(folder: Path) -> str:
     return refuses(ended, 'Wide.splits = {"ff": Sharded("tp", "whole")} would keep it whole')
 
 
-left(
+@finding(
     "parity vpp",
     "The search proposes no vpp for models without repeat, and none that does not divide the blocks",
-    "legal if asked for by --vpp; more candidates need measured search times and golden plans",
+    Verdict.MENDED,
 )
+def proposed_chunks(folder: Path) -> str:
+    import numpy as np
+
+    from megaloom.dsl import graph
+    from megaloom.examples.llama3 import llama
+    from megaloom.planner.contract.workload import Workload
+    from megaloom.planner.hardware.cluster_names import cluster
+    from megaloom.planner.search.candidates import Candidates
+    from megaloom.planner.search.pricing import Pricer
+    from tests.planner.search.test_brute_force import without_repeat
+
+    blocks = llama("six", layers=6, heads=6, kv_heads=3, embed=96, ff=192, vocab=512)
+    for model in (blocks, without_repeat(6)):
+        pricer = Pricer(graph(model), cluster("2xH100"), Workload(seq=64, batch=8))
+        candidates = Candidates(pricer, {"pp": 2})
+        no_modules = np.zeros((len(candidates.base_layouts), 1), dtype=np.int64)
+        layouts, _ = candidates.space.variants(candidates.base_layouts, no_modules)
+        assert {1, 2, 3} <= set(layouts.vpp.tolist()), layouts.vpp
+    return "vpp 2 and 3 are proposed for six blocks on two ranks, with and without repeat"
