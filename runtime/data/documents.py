@@ -16,7 +16,7 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError, did_you_mean
 from megaloom.dsl.files.json_file import LARGEST, parse_json
 
-from .text_files import STDLIB, stat_digest, text_files, unreadable
+from .text_files import STDLIB, check_size, stat_digest, text_files, unreadable
 
 CHUNK_NBYTES = 8 * 2**20
 DEFAULT_KEY, CHAT_KEY = "text", "messages"
@@ -92,6 +92,7 @@ def _folder_chunks(root: Path, names: list[str]) -> Iterator[Chunk]:
         if (kind := _format(path)) is not Format.TEXT:
             yield from _file_chunks(path, kind)
             continue
+        check_size(path)
         files.append(str(path))
         nbytes += path.stat().st_size
         if nbytes >= CHUNK_NBYTES:

@@ -22,6 +22,8 @@ from attrs import frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import read_json
+from megaloom.planner.contract.devices import GiB
+from megaloom.runtime.megatron.host import host_memory
 
 from .indexed import IndexedDataset, open_indexed, unfinished_path, write_indexed
 from .order import stable_hash
@@ -32,6 +34,7 @@ HELD_OUT = 0.05  # share of the files; of the bytes if there is only one file
 GATHERED = "train", "held_out"  # names of the two datasets
 TEXT, UNREADABLE, HIDDEN = "text", "unreadable", "hidden"  # kinds of files
 DATA_NAME = "data.json"
+MEMORY_OF_ONE = 4  # one text file may take the host's memory divided by this: it is there as bytes, text and tokens
 
 
 @frozen
@@ -61,6 +64,8 @@ def gather(source: str, folder: Path) -> GatheredText:
     """
     try:
         root, names = text_files(source)
+        for name in names:
+            check_size(root / name)
         digest = stat_digest(root, names)
         train, held_out = _gathered(folder, digest) or _copy(root, names, folder, digest)
     except OSError as error:
@@ -152,6 +157,16 @@ def text_files(source: str, tables: str | None = None) -> tuple[Path, list[str]]
         except OSError as error:  # the error of a read names no file
             raise OSError(error.errno, error.strerror, str(root / name)) from None
     return root, text
+
+
+def check_size(path: Path) -> None:
+    """Raise UserError for a text file that is too large to be read whole: it is one document."""
+    size, most = path.stat().st_size, host_memory() // MEMORY_OF_ONE
+    if size > most:
+        raise UserError(
+            f"{path} has {size / GiB:.1f} GiB; a text file is one document and is read whole, so that it may have "
+            f"{most / GiB:.1f} GiB at most on this host\ngive several files, or JSONL with one document a line"
+        )
 
 
 def _walk(root: Path, hidden: list[str]) -> Iterator[str]:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from megaloom.dsl.errors import UserError
+from megaloom.runtime.data import text_files
+from megaloom.runtime.data.documents import open_source
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.split import TokenRange
 from megaloom.runtime.data.text_files import HELD_OUT, gather, split_files
@@ -32,6 +34,19 @@ def test_split_is_by_file(library: Path, tmp_path: Path) -> None:
     assert 1 <= len(held_out) <= 8
     for part in (corpus.train, corpus.held_out):
         assert part.array.size == part.tokens == sum(101 + b - 40 for b in np.unique(part.array).tolist() if b)
+
+
+def test_a_text_file_larger_than_a_quarter_of_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "host_memory", lambda: 4 * 2**20)
+    (tmp_path / "large.jsonl").write_bytes(b'{"text": "a"}\n' * 100_000)
+    assert open_source(str(tmp_path)).chunks  # read line by line
+    (tmp_path / "large.txt").write_bytes(b"a" * (2**20 + 1))
+    for read in (open_source, lambda source: gather(source, tmp_path / "run")):
+        with pytest.raises(UserError, match=r"large.*\ngive several files, or JSONL"):
+            read(str(tmp_path))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_new_file_moves_no_other(tmp_path: Path) -> None:
