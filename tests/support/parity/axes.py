@@ -56,22 +56,7 @@ OF_CASE: dict[str, Callable[[Case], bool]] = {
     "dropout": lambda c: c.dropout > 0,
 }
 AXES = (*OF_LAYOUT, *OF_CASE)
-WANTED = 50  # draws of each of the first ones
-COUNTED = (
-    "tp",
-    "pp",
-    "vpp",
-    "cp",
-    "ep",
-    "etp",
-    "dp",
-    "sp",
-    "shard",
-    "recompute full",
-    "recompute selective",
-    "bf16",
-    "reload",
-)
+WANTED = 50  # draws of each axis
 
 
 def axes_of(case: Case) -> tuple[str, ...]:
