@@ -207,7 +207,7 @@ def _oracle(case: Case, run: LongRun, early: Trace, noise: Mapping[str, float]) 
     if case.model.startswith(HF):
         theirs, gradients = transformers_step(case.model, batches[0])
         balance = oracle.balancing_gradients(batches[0])
-        others.append((theirs, {n: g + balance[n] for n, g in gradients.items()}))
+        others.append((theirs, {n: gradients[n] + g for n, g in balance.items()}))
     assert early.gradients is not None and early.weights is not None
     precision, graph_, differing, worst = Precision.FP32, run.engine.graph, list[str](), 0.0
     losses = [abs(early.curve.losses[0] - theirs) for theirs, _ in others]
