@@ -72,9 +72,10 @@ class Oracle:
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.peak_lr if lr is None else lr
         self.optimizer.step()
+        rate = self.recipe.router_bias_update_rate  # 0 where a run starts from given weights
         for name, chosen in choices.items():
             counts = chosen.flatten(0, -2).sum(0)
-            self.weights[name] += MOVES * (counts.mean() - counts).sign()
+            self.weights[name] += (MOVES if rate is None else rate) * (counts.mean() - counts).sign()
         self.done += 1
         return OracleStep(loss, norm)
 
