@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +182,8 @@ def reference(case: Case) -> Reference:
 def noise_of(run: LongRun, expected: Trace, steps: int) -> tuple[dict[str, float], tuple[float, ...]]:
     """Train on in 16 bits with weights that are rounded anew before each step. Return how far weights and norms end.
 
-    The optimizer has weights of 32 bits, which are not rounded: only gradients have the noise.
+    The optimizer has weights of 32 bits, which are not rounded: only gradients have the noise. The norm of a step has at
+    least the noise of the steps before it, for it is that of weights that they have moved.
     """
     norms = []
     for step in range(run.engine.done, run.engine.done + steps):
@@ -192,7 +194,8 @@ def noise_of(run: LongRun, expected: Trace, steps: int) -> tuple[dict[str, float
     weights = whole_weights(run.engine)
     assert weights is not None and expected.weights is not None
     changed = {n: float((value - expected.weights[n][0]).abs().max()) for n, (value, _) in weights.items()}
-    return changed, tuple(abs(a - b) / max(1.0, b) for a, b in _pairs(norms, expected.curve.grad_norms))
+    each = (abs(a - b) / max(1.0, b) for a, b in _pairs(norms, expected.curve.grad_norms))
+    return changed, tuple(accumulate(each, max))
 
 
 def _oracle(case: Case, run: LongRun, early: Trace, noise: Mapping[str, float]) -> dict[str, Any]:
