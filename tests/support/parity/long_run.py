@@ -182,8 +182,8 @@ def reference(case: Case) -> Reference:
 def noise_of(run: LongRun, expected: Trace, steps: int) -> tuple[dict[str, float], tuple[float, ...]]:
     """Train on in 16 bits with weights that are rounded anew before each step. Return how far weights and norms end.
 
-    The optimizer has weights of 32 bits, which are not rounded: only gradients have the noise. The norm of a step has at
-    least the noise of the steps before it, for it is that of weights that they have moved.
+    The optimizer has weights of 32 bits, which are not rounded: only gradients have the noise. The norm of a step has
+    at least the noise of the steps before it, for it is that of weights that they have moved.
     """
     norms = []
     for step in range(run.engine.done, run.engine.done + steps):
