@@ -87,9 +87,10 @@ def print_lint(g: Graph, machine: Cluster, workload: Workload, fixed: FixedAxes,
     from megaloom.planner.report.lint import caveats_text, lint_json, violations_text
     from megaloom.planner.search.infeasible import check_ranges, checked_fixed
 
-    if not (fixed := checked_fixed(fixed)):
-        return print_rules(as_json)
+    fixed = checked_fixed(fixed)
     check_ranges(fixed, g, workload, machine)
+    if not fixed:
+        return print_rules(as_json)
     if as_json:
         result = lint_json(g, machine, workload, fixed)
         print(json.dumps(result, indent=1))

@@ -31,6 +31,7 @@ from megaloom.planner.contract.devices import (
     Preset,
     a,
 )
+from megaloom.planner.contract.layout import MOST
 from megaloom.planner.contract.workload import Precision
 
 from .presets import PRESETS
@@ -144,8 +145,8 @@ def _text(path: str, name: str, value: object) -> str:
 
 
 def _count(path: str, name: str, value: object) -> int:
-    if type(value) is not int or value < 1:
-        _refuse(path, f"has {name} = {value!r:.40}", f"{name} must be a whole number, at least 1")
+    if type(value) is not int or not 1 <= value <= MOST:
+        _refuse(path, f"has {name} = {value!r:.40}", f"{name} must be a whole number from 1 to {MOST:,}")
     return value
 
 

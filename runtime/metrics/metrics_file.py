@@ -95,16 +95,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if _step_of(line) < math.inf:
             events.append(parse_json(line))
             if (wrong := _wrong_field(events[-1])) is not None:
-                what = f"{path}, line {number}: {wrong} is {safe_repr(events[-1][wrong])}, which is no number"
-                raise UserError(f"{what}\nremove that line")
+                what = f"{path}, line {number}: {wrong} is {safe_repr(events[-1][wrong])}"
+                raise UserError(f"{what}, which `train` does not write\nremove that line")
     return events
 
 
 def _wrong_field(event: Mapping[str, Any]) -> str | None:
-    """Return the name of a field of numbers that has something else; None if there is none."""
-    for name in (f.name for f in fields(StepMetrics) if f.name in event):
-        value = event[name]
-        held = list(value.values()) if name == "terms" and isinstance(value, dict) else [value]
-        if any(not isinstance(number, int | float | None) for number in held):
-            return name
+    """Return the name of a field of numbers that has something else; None if there is none.
+
+    Only a number with a fraction may be null, which stands for NaN and infinity.
+    """
+    for f in (f for f in fields(StepMetrics) if f.name in event):
+        value = event[f.name]
+        held = list(value.values()) if f.name == "terms" and isinstance(value, dict) else [value]
+        may_be_null = f.type not in ("int", "bool")
+        if any(not isinstance(x, int | float) and not (x is None and may_be_null) for x in held):
+            return f.name
+        if f.name == "terms" and not isinstance(value, dict):
+            return f.name
     return None

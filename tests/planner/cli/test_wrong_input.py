@@ -65,6 +65,7 @@ from tests.support.limits import LIMIT
         (["gpt2", "--seq", "512", "--vocab-multiple", "0"], "vocab-multiple must be at least 1, got 0"),
         (["gpt2", "--seq", "512", "--vocab-multiple", "-1", "--lint"], "vocab-multiple must be at least 1, got -1"),
         (["gpt2", "--seq", "512", "--vocab-multiple", 20 * "9"], "1,048,576 or less"),
+        (["gpt2", "--batch", "0", "--lint"], "batch must be at least 1, got 0"),
         (["gpt2", "--pp", "0", "--tp", "1", "--lint"], "pp must be at least 1, got 0"),
         (["gpt2", "--tp", "-1", "--lint", "--json"], "tp must be at least 1, got -1"),
         (["gpt2", "--batch", 20 * "9", "--tp", "2", "--cp", "4", "--lint"], "1,048,576 or less"),

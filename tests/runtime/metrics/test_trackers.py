@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,24 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     assert {"step/terms/aux", "evaluation/loss"} <= set(shown.Tags()["scalars"])
     assert "evaluation/perplexity" not in shown.Tags()["scalars"]
     assert [e["step"] for e in read_metrics(tmp_path / "metrics.jsonl") if e["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"peak_nbytes": None}, "peak_nbytes"),
+        ({"terms": 0.5}, "terms"),
+        ({"terms": {"a": "x"}}, "terms"),
+        ({"lr": "x"}, "lr"),
+    ],
+)
+def test_a_value_that_is_not_written_is_refused(tmp_path: Path, wrong: dict[str, Any], field: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        "".join(json.dumps({"event": "step", "step": 1, "loss": None} | more) + "\n" for more in ({}, wrong))
+    )
+    with pytest.raises(UserError, match=f"line 2: {field} is .*\nremove that line"):
+        read_metrics(path)
 
 
 def test_wandb_offline_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ WRONG = {
     ],
     "std=0.5": [],
     "+ 1.0": ["+ float('nan')", "+ float('inf')", "+ 'x'", "+ None", "+ [1]", "/ 0", "@ y", "** 2", "+ 10**400"],
-    '"silu"': ['"silly"', "3", "None", '""', "'add'"],
+    '"silu"': ['"silly"', "3", "None", '""', "'ad'"],
     "return dot(": [
         "return None; dot(",
         "return 3; dot(",
@@ -200,7 +200,7 @@ WHOLE = {  # whole files, of which none has a model
     "deleted": "import sys\ndel sys.modules[__name__]\nraise ValueError\n",
     "closes stdout": "import sys\nraise OSError(5, 'x')\n",
     "value twice, 60 deep": GOOD.replace(
-        '        return dot("ch', '        for _ in range(60): y = y + y\n        return dot("nope'
+        "        return dot(", "        for _ in range(60): y = y + y\n        return dot(nope, "
     ),
     "stop iteration": "raise StopIteration\n",
     "timeout error": "raise TimeoutError\n",
