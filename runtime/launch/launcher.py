@@ -139,6 +139,7 @@ class Ranks:
     world: int
     folder: Path
     collective_timeout: timedelta
+    began: float = field(factory=time.monotonic, init=False)
     processes: list[Any] = field(factory=list, init=False)
     ended: dict[int, float] = field(factory=dict, init=False)  # rank -> time.monotonic() when its end was seen
 
@@ -233,7 +234,8 @@ class Ranks:
         deadline = time.monotonic() + END_SECONDS
         while self.running() and all(failure.doubt for failure in self.failures()) and time.monotonic() < deadline:
             self.wait(0.05)
-        if (hanging := self.running()) and only_waited(self.failures()):
+        timeout = self.collective_timeout.total_seconds()
+        if (hanging := self.running()) and only_waited(self.failures(), self.began + timeout):
             return self.hang_error(hanging)
         first = min(self.failures(), key=lambda failure: (failure.doubt, failure.when))
         returned = sorted(self.ended.keys() - {failure.rank for failure in self.failures()})

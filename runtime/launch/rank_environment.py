@@ -9,10 +9,6 @@ from collections.abc import Iterator
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.host import usable_cores
 
-# Threads that wait sleep. If they spin, they take the cores from the threads that they wait for: a step of one process
-# with two threads took 4.3 s beside other programs on two cores, and 0.34 s if they sleep.
-WAITING = {"OMP_WAIT_POLICY": "passive"}
-
 
 @contextlib.contextmanager
 def rank_environment(threads: int) -> Iterator[None]:
@@ -20,7 +16,7 @@ def rank_environment(threads: int) -> Iterator[None]:
 
     OpenMP and CUDA read them when a spawned rank loads them, before our code runs.
     """
-    variables = {"OMP_NUM_THREADS": str(threads), **WAITING, "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | allocator_variables()
+    variables = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | allocator_variables()
     unset = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(unset)
     try:

@@ -37,9 +37,12 @@ def ending_of(code: int) -> str:
     return killed
 
 
-def only_waited(failures: Sequence[Failure]) -> bool:
-    """Return whether all failures are of ranks that waited too long for another one."""
-    return all(failure.doubt and TIMED_OUT.search(failure.text) for failure in failures)
+def only_waited(failures: Sequence[Failure], earliest: float) -> bool:
+    """Return whether all failures are of ranks that waited too long for another one, in a collective.
+
+    earliest: the time at which a collective can have timed out. A connection may time out before.
+    """
+    return all(f.doubt and f.when >= earliest and TIMED_OUT.search(f.text) for f in failures)
 
 
 def hang_text(ranks: Sequence[int], timeout: timedelta, stack: str) -> str:

@@ -398,6 +398,17 @@ def test_help_is_quick_and_loads_no_torch(tmp_path: Path) -> None:
     assert "--steps" in shown.stdout
 
 
+def test_threads_that_wait_sleep() -> None:
+    """OpenMP, which prints what it has read, was loaded after the program had set its policy."""
+    program = (
+        "from megaloom.runtime.cli import __main__ as cli; cli._run = lambda: __import__('torch') and 0; "
+        "cli.run_program()"
+    )
+    env = {**os.environ, "OMP_DISPLAY_ENV": "true"}
+    shown = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True, env=env)
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown.stderr
+
+
 def test_under_torchrun_it_is_one_of_many(text: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"if __name__ == '__main__':\n    {PROGRAM}\n")
