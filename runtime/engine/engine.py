@@ -129,9 +129,19 @@ class Engine:
         No weight changes if the loss or a gradient is NaN or infinite. The step is then skipped if the loss scale of
         fp16 can be lowered, or the recipe allows it. Else raise NonFiniteError, which names rank, layer and parameter.
         """
-        samples, part = self._global_batch(batch, count)
+        return self._step(*self._global_batch(batch, count), gathers=False)[0]
+
+    def step_with_gradients(self, batch: Batch | Samples | None) -> tuple[StepResult, dict[str, WeightGradient] | None]:
+        """Train as `step` does. Return its result, and the gradients that `gradients` would have returned before it."""
+        return self._step(*self._global_batch(batch), gathers=True)
+
+    def _step(
+        self, samples: Samples, part: MicroBatches, *, gathers: bool
+    ) -> tuple[StepResult, dict[str, WeightGradient] | None]:
+        """Train on a global batch. Return the result, and if asked for, on rank 0, the gradients before clipping."""
         state, buffers = self.state, self.state.moving_buffers()
         totals = self._backward(samples, part)
+        gradients = self._gathered_gradients() if gathers else None
         lr = float(state.scheduler.get_lr({}))
         update = update_weights(state.optimizer, totals.loss, self.recipe.clip_grad)
         if not update.done:
@@ -139,7 +149,7 @@ class Engine:
             self._check_skip(samples, part, totals.loss, update.grad_norm)
         state.end_step(skipped=not update.done)
         scale = state.scaler.loss_scale if state.scaler else None
-        return StepResult(totals.loss, update.grad_norm, lr, not update.done, scale, totals.means)
+        return StepResult(totals.loss, update.grad_norm, lr, not update.done, scale, totals.means), gradients
 
     def gradients(self, batch: Batch | Samples | None) -> dict[str, WeightGradient] | None:
         """Return the gradient of the mean loss by each trained weight on rank 0, None on other ranks.
@@ -147,10 +157,15 @@ class Engine:
         Every rank calls it. Names and shapes are those of `graph(model).weights`. The shards of all ranks are gathered,
         and nothing is clipped. batch: as in `step`. No weight changes; dropout is that of the next step.
         """
-        state, buffers = self.state, self.state.moving_buffers()
+        buffers = self.state.moving_buffers()
         self._backward(*self._global_batch(batch))
         restore(buffers)
-        return gather_gradients(state.chunks, self.groups, float(state.scaler.scale) if state.scaler else 1.0)
+        return self._gathered_gradients()
+
+    def _gathered_gradients(self) -> dict[str, WeightGradient] | None:
+        """Return the gradients of the last backward pass on rank 0, None on other ranks."""
+        scaler = self.state.scaler
+        return gather_gradients(self.state.chunks, self.groups, float(scaler.scale) if scaler else 1.0)
 
     def _global_batch(self, batch: Batch | Samples | None, count: int | None = None) -> tuple[Samples, MicroBatches]:
         """Return the samples of a global batch, and this rank's micro-batches of them."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
@@ -207,21 +207,34 @@ class ShortRun:
             return {}
         return {name: _largest(g.value - gradients[name].value) for name, g in rounded.items()}
 
-    def curve(self, steps: int) -> Curve:
-        """Train for a few steps, and return their losses and gradient norms."""
-        results = [self.engine.step(partial(self.sample, step)) for step in range(steps)]
+    def fed(self, step: int) -> Any:
+        """Return what this rank passes to the engine in a step."""
+        return partial(self.sample, step)
+
+    def curve(self, steps: int, *, first: int = 0) -> Curve:
+        """Train for a few steps, from number `first` on, and return their losses and gradient norms."""
+        results = [self.engine.step(self.fed(step)) for step in range(first, first + steps)]
         return Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results))
+
+    def gradients_and_curve(self, steps: int) -> tuple[dict[str, WeightGradient] | None, Curve]:
+        """Train for a few steps. Return the gradients of the first one, on rank 0, and the curve of all."""
+        result, gradients = self.engine.step_with_gradients(self.fed(0))
+        rest = self.curve(steps - 1, first=1)
+        return gradients, Curve((result.loss, *rest.losses), (result.grad_norm, *rest.grad_norms))
 
 
 def short_run(plan: Plan, steps: int, seed: int, file: Path | None = None, dropping: tuple[str, ...] = ()) -> Curve:
     """Train the plan's model for a few steps on this rank, on random tokens that do not depend on the layout.
 
-    With a file, rank 0 first writes the gradients of the first step into it. dropping: see `without_dropout`.
+    With a file, rank 0 writes the gradients of the first step into it. dropping: see `without_dropout`.
     """
     run = ShortRun.of(plan, without_dropout(planned_model(plan), dropping), steps, seed)
-    if file is not None and (gradients := run.gradients()) is not None:
+    if file is None:
+        return run.curve(steps)
+    gradients, curve = run.gradients_and_curve(steps)
+    if gradients is not None:
         torch.save({name: (g.value, g.disagreement) for name, g in gradients.items()}, file)
-    return run.curve(steps)
+    return curve
 
 
 def reference_run(

@@ -59,10 +59,13 @@ def trained(plans: dict[str, Plan]) -> dict[str, Any]:
     out = {}
     for case, plan in plans.items():
         engine = Engine.build(plan, find(plan.model)[0], RECIPE)
-        gradients = engine.gradients(lambda i, plan=plan: sample_of(plan, i))  # type: ignore[misc]
+        first, gradients = engine.step_with_gradients(lambda i, plan=plan: sample_of(plan, i))  # type: ignore[misc]
         steps = [
-            engine.step(lambda i, plan=plan, k=k: sample_of(plan, BATCH * k + i))  # type: ignore[misc]
-            for k in range(STEPS)
+            first,
+            *(
+                engine.step(lambda i, plan=plan, k=k: sample_of(plan, BATCH * k + i))  # type: ignore[misc]
+                for k in range(1, STEPS)
+            ),
         ]
         out[case] = gradients, [(step.loss, step.grad_norm) for step in steps]
         parallel_state.destroy_model_parallel()

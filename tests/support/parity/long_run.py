@@ -61,11 +61,6 @@ class LongRun(ShortRun):
             found = {**found, "mask": mask}
         return found
 
-    def steps(self, first: int, stop: int) -> Curve:
-        """Train on the batches `first` to `stop` - 1."""
-        results = [self.engine.step(self.fed(step)) for step in range(first, stop)]
-        return Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results))
-
     def fed(self, step: int) -> Any:
         """Return what this rank passes to the engine in a step."""
         if self.feed not in (Feed.BATCHES, Feed.FIRST_RANK):
@@ -144,8 +139,7 @@ def before(case: Case, folder: Path) -> Trace:
     """Train, evaluate and save under the layout of a case."""
     run = started(case, case.plan)
     run.check_unequal_batches_are_refused()
-    gradients = run.gradients()
-    curve = run.steps(0, STEPS)
+    gradients, curve = run.gradients_and_curve(STEPS)
     weights, evaluation = whole_weights(run.engine), run.evaluation()
     if case.second is not None:
         run.engine.save(folder)
@@ -157,7 +151,7 @@ def after(case: Case, folder: Path) -> Trace:
     assert case.second is not None
     run = started(case, case.second)
     assert run.engine.load(folder) == STEPS, "the checkpoint is not that of the last step"
-    return Trace(run.steps(STEPS, STEPS + LATER), whole_weights(run.engine))
+    return Trace(run.curve(LATER, first=STEPS), whole_weights(run.engine))
 
 
 def reference(case: Case) -> Reference:
@@ -166,10 +160,10 @@ def reference(case: Case) -> Reference:
     run = started(case, evolve(plan, layout=evolve(plan.layout, micro_batch=1)))
     gradients = run.gradients()
     assert gradients is not None
-    noise, curve = run.noise(gradients), run.steps(0, STEPS)
+    noise, curve = run.noise(gradients), run.curve(STEPS)
     found = {n: (g.value, g.disagreement) for n, g in gradients.items()}
     early = Trace(curve, whole_weights(run.engine), found, run.evaluation())
-    late = Trace(run.steps(STEPS, STEPS + LATER), whole_weights(run.engine))
+    late = Trace(run.curve(LATER, first=STEPS), whole_weights(run.engine))
     if plan.workload.precision is not Precision.FP32:
         other = started(case, evolve(plan, layout=evolve(plan.layout, micro_batch=1)))
         (after_three, norms), (after_five, _) = noise_of(other, early, STEPS), noise_of(other, late, LATER)
@@ -190,7 +184,7 @@ def noise_of(run: LongRun, expected: Trace, steps: int) -> tuple[dict[str, float
         with torch.no_grad():
             for p in (p for chunk in run.engine.model_chunks for p in chunk.parameters()):
                 p.mul_(1 + torch.finfo(p.dtype).eps * torch.sin(1e4 * p.float()).sign())
-        norms += run.steps(step, step + 1).grad_norms
+        norms += run.curve(1, first=step).grad_norms
     weights = whole_weights(run.engine)
     assert weights is not None and expected.weights is not None
     changed = {n: float((value - expected.weights[n][0]).abs().max()) for n, (value, _) in weights.items()}
@@ -260,7 +254,7 @@ def whole_weights(engine: Any) -> dict[str, tuple[Tensor, float]] | None:
 
     The buffers of gradients, which the next step clears, carry the weights to the first rank.
     """
-    from megaloom.runtime.body.corrections import Corrected
+    from megaloom.runtime.body.corrections import corrections_of
     from megaloom.runtime.engine.gradients import gather_gradients
 
     own: dict[str, Tensor] = {}
@@ -270,7 +264,7 @@ def whole_weights(engine: Any) -> dict[str, tuple[Tensor, float]] | None:
         for p in (p for p in chunk.parameters() if p.requires_grad):
             p.main_grad.copy_(p)
         for node, module in chunk.module.node_modules():
-            for found in (c for m in module.modules() if isinstance(m, Corrected) for c in m.corrections()):
+            for found in corrections_of([module]):
                 own[f"{node.name}.correction"] = found.value.clone()
     weights = gather_gradients(engine.state.chunks, engine.groups)
     each: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]

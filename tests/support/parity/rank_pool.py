@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,8 @@ class Case:
     feed: Feed = Feed.SAMPLES  # of a long case
 
     def make(self) -> Model:
-        """Return the model."""
-        if self.model.startswith(HF):
-            return of_config(self.model).model
-        return FAMILIES[self.model].make(self.dropout) if self.model in FAMILIES else find(self.model)[0]
+        """Return the model, one object for all cases of this process."""
+        return model_of(self.model, self.dropout)
 
     @property
     def processes(self) -> int:
@@ -89,6 +87,14 @@ class Case:
         parts = (self.model, self.dropout, micro_batch, work.seq, work.batch, work.precision)
         parts += (self.feed is Feed.OWN_STEP,)
         return sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def model_of(name: str, dropout: float) -> Model:
+    """Return the model of a case. Its graph is built once, because `graph` remembers the last models."""
+    if name.startswith(HF):
+        return of_config(name).model
+    return FAMILIES[name].make(dropout) if name in FAMILIES else find(name)[0]
 
 
 @frozen
@@ -301,8 +307,7 @@ def planned(case: Case) -> tuple[Curve, dict[str, tuple[torch.Tensor, float]] | 
     """Return the curve under the plan, and on rank 0 the gradients with what ranks disagree on."""
 
     def run() -> tuple[Any, Curve]:
-        run = ShortRun.of(case.plan, case.make(), STEPS, SEED)
-        return run.gradients(), run.curve(STEPS)
+        return ShortRun.of(case.plan, case.make(), STEPS, SEED).gradients_and_curve(STEPS)
 
     gradients, curve = broken(case, run)
     return curve, gradients and {name: (g.value, g.disagreement) for name, g in gradients.items()}
