@@ -69,6 +69,8 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
         for name in _models(module):
             if hyphenated(name) == wanted:
                 return _pick(module, module.__name__, name, arguments)
+    if ref.endswith(".megaloom") and isfile(ref):
+        raise UserError(f"{ref} is a packed run\nunpack it, and give the folder: megaloom unpack {ref}")
     if exists(ref):
         what = "a folder without a config.json" if isdir(ref) else "neither a .py nor a .json file"
         raise UserError(f"{ref} is {what}\n{WANTED}")

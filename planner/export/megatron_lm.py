@@ -49,7 +49,7 @@ def megatron_options(plan: Plan, graph: Graph, target: Target = Target.MEGATRON_
         refuse(target, f"{violation.message}: it computes wrong gradients [{violation.rule}]", violation.fix)
     stages = stage_layers(plan, model, graph, target)
     return MegatronOptions(
-        model=tuple(_model(model, plan, target)),
+        model=tuple(model_options(model, plan.workload.seq, plan.layout.vocab_multiple, target)),
         layout=(
             *_mesh(plan.layout, model),
             *_stages(plan.layout, stages),
@@ -59,7 +59,8 @@ def megatron_options(plan: Plan, graph: Graph, target: Target = Target.MEGATRON_
     )
 
 
-def _model(m: DecoderModel, plan: Plan, target: Target) -> Iterator[Option]:
+def model_options(m: DecoderModel, seq: int, vocab_multiple: int, target: Target) -> Iterator[Option]:
+    """Yield the options of a model. seq: tokens per sequence. vocab_multiple: what the vocabulary is padded to."""
     yield option("num-layers", len(m.layers))
     yield option("hidden-size", m.embed)
     if m.mtp:
@@ -72,9 +73,9 @@ def _model(m: DecoderModel, plan: Plan, target: Target) -> Iterator[Option]:
     yield option("hidden-dropout", m.dropout)
     if m.std != INITIAL_STD:  # its default, too
         yield option("init-method-std", m.std)
-    yield option("seq-length", plan.workload.seq)
-    yield option("max-position-embeddings", m.positions or plan.workload.seq)
-    yield option("make-vocab-size-divisible-by", plan.layout.vocab_multiple)
+    yield option("seq-length", seq)
+    yield option("max-position-embeddings", m.positions or seq)
+    yield option("make-vocab-size-divisible-by", vocab_multiple)
     if not m.tied:
         yield option("untie-embeddings-and-output-weights")
 

@@ -26,7 +26,7 @@ from megaloom.dsl.files.json_file import read_json
 
 from .manifest import CONVERTER, MANIFEST_NAME, VERSION, Manifest, SavedFile, manifest_checksum, manifest_to_json
 
-FOLDER_NAME = re.compile(r"step-(\d{6,})(?:-loss-(\d+\.\d+|inf|nan))?")
+FOLDER_NAME = re.compile(r"step-(\d{6,})(?:-epoch-\d+)?(?:-loss-(\d+\.\d+|inf|nan))?")
 NO_SPACE = {errno.ENOSPC: "no space left on the device", errno.EDQUOT: "disk quota exceeded"}
 REPLACE = "copy it again from where it was saved, or choose another one"
 NONE_INTACT = "no other checkpoint of this run is undamaged"

@@ -44,6 +44,7 @@ class Manifest:
     recipe: dict[str, float | str | bool]  # `Recipe.as_saved`
     averaged: bool = False  # whether the checkpoint has averaged weights
     validation_loss: float | None = None  # nats per token; None if it was not evaluated
+    epoch: int | None = None  # passes over the training text, if one has ended here and names the checkpoint
     layout: str  # the layout under which the checkpoint was saved
     workload: dict[str, int | str] = field(factory=dict)  # seq, batch, precision; empty in versions before 3
     libraries: dict[str, str] = field(factory=lambda: {name: version(name) for name in ("torch", "megatron-core")})
@@ -51,9 +52,10 @@ class Manifest:
 
     @property
     def folder_name(self) -> str:
-        """Return the name of the checkpoint's folder, such as step-000200 or step-000200-loss-1.2345."""
+        """Return the name of the checkpoint's folder, such as step-000200 or step-000200-epoch-1-loss-1.2345."""
+        epoch = "" if self.epoch is None else f"-epoch-{self.epoch}"
         loss = "" if self.validation_loss is None else f"-loss-{self.validation_loss:.4f}"
-        return f"step-{self.step:06d}{loss}"
+        return f"step-{self.step:06d}{epoch}{loss}"
 
     @property
     def has_comparable_fingerprint(self) -> bool:

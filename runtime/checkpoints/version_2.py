@@ -34,6 +34,11 @@ def weights_of(graph: Graph, tensors: Mapping[str, View]) -> dict[str, View]:
     for node in graph.nodes:
         if node.weights:
             found |= _of_module(node, tensors) | _of_body(node, tensors, stored_by_rows(graph))
+    return whole_weights(graph, found)
+
+
+def whole_weights(graph: Graph, found: Mapping[tuple[str, int | None], View]) -> dict[str, View]:
+    """Return the weights of a model that are there, whole or in copies: their keys are a name, and a number or None."""
     whole = ((name, _whole(slot, found)) for name, slot in graph.weights.items())
     return {name: view for name, view in whole if view is not None}
 
@@ -42,12 +47,6 @@ def unknown_tensors(graph: Graph, tensors: Mapping[str, View]) -> list[str]:
     """Return the names of tensors that no weight of a model is made of."""
     known = {name for node in graph.nodes for name in _names(node)}
     return sorted(name for name in tensors if name not in known)
-
-
-def parameter_shapes(node: Node) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the whole parameters of a node that runs as a module, by name."""
-    weights = Weights(_slots(node), _unknown, _experts(node))
-    return {name: tuple(x.shape) for name, x in parameters(node.op, weights).items()}
 
 
 def read_shards(state: Mapping[str, Any], tensors: Mapping[str, View], prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -81,22 +80,22 @@ def _names(node: Node) -> Iterator[str]:
     """Yield the names that the tensors of a node may have."""
     yield from (f"{node.name}.{name}" for name in _slots(node))
     if parameters.dispatch(type(node.op)) is not parameters.dispatch(object):
-        for name in _expressions(node):
+        for name in expressions(node):
             yield f"{node.name}.{name}"
             if name.startswith(EXPERTS):
                 yield f"{node.name}.{STACKED}{name.removeprefix(EXPERTS).partition('.')[2]}"
 
 
-def _expressions(node: Node) -> Mapping[str, Any]:
-    """Return the whole parameters of a node's module as rearrangements of its weights."""
-    return parameters(node.op, Weights(_slots(node), _unknown, _experts(node)))
+def expressions(node: Node) -> Mapping[str, Any]:
+    """Return the whole parameters of a node's module as rearrangements of what `stored_weight` returns."""
+    return parameters(node.op, Weights(_slots(node), stored_weight, _experts(node)))
 
 
 def _experts(node: Node) -> range:
     return range(node.op.experts if isinstance(node.op, MoE) else 0)
 
 
-def _unknown(slot: Slot, index: int | None) -> View:
+def stored_weight(slot: Slot, index: int | None) -> View:
     """Return a view that stands for a weight, or one copy of it."""
     dims = slot.dims if index is None else slot.value.shape.dims
     return source([d.known for d in dims], torch.float32, _unread, (slot.name, index))
@@ -126,7 +125,7 @@ def _of_body(node: Node, tensors: Mapping[str, View], by_rows: frozenset[str]) -
             view = view.T if slot.name in by_rows and slot.dims[-1].name != "embed" else view
             table = program(node).table.dims
             padded = {i for i, d in enumerate(slot.dims) if d.name in table and table[d.name].policy == "pad"}
-            if (whole := _unpadded(view, tuple(d.known for d in slot.dims), padded)) is not None:
+            if (whole := unpadded(view, tuple(d.known for d in slot.dims), padded)) is not None:
                 out[slot.name, None] = whole
     return out
 
@@ -136,10 +135,10 @@ def _of_module(node: Node, tensors: Mapping[str, View]) -> dict[tuple[str, int |
     if parameters.dispatch(type(node.op)) is parameters.dispatch(object):
         return {}  # a layer's own method may compute anything
     found: dict[tuple[str, int | None], View] = {}
-    for name, expression in _expressions(node).items():
+    for name, expression in expressions(node).items():
         padded = {0} if isinstance(node.op, Embed | Unembed) else set()
         for value in _stored(tensors, node.name, name):
-            if (whole := _unpadded(value, expression.shape, padded)) is not None:
+            if (whole := unpadded(value, expression.shape, padded)) is not None:
                 found |= solve(expression, whole)  # type: ignore[arg-type]
     return found
 
@@ -154,7 +153,7 @@ def _stored(tensors: Mapping[str, View], node: str, name: str) -> Iterator[View]
             yield view.select(0, int(number))
 
 
-def _unpadded(view: View, sizes: tuple[int, ...], padded: Collection[int]) -> View | None:
+def unpadded(view: View, sizes: tuple[int, ...], padded: Collection[int]) -> View | None:
     """Return a tensor without its padding; None if it has other sizes. padded: dims that may have padding."""
     fits = view.ndim == len(sizes) and all(
         have == want or (have > want and i in padded)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.outputs import check_output_file, check_output_folder
 from megaloom.planner.cli.arguments import unwrap_help
 from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
@@ -34,6 +35,7 @@ def evaluate_last_checkpoint(
     part: Literal["all", "training", "validation", "test"] | None = None,
     split: str | None = None,
     batches: int | None = None,
+    micro_batch: int | None = None,
     averaged: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Print the loss and perplexity of the last checkpoint of a run on each source of data.
@@ -41,7 +43,7 @@ def evaluate_last_checkpoint(
     Parameters
     ----------
     run
-        The folder that `megaloom train` wrote.
+        The folder that `megaloom train` wrote, or a file of `megaloom pack`.
     data
         Files or folders of text, "stdlib", "synthetic", or prefixes of indexed datasets. [default: those of the run]
     part
@@ -50,13 +52,15 @@ def evaluate_last_checkpoint(
         Shares of training, validation and test of indexed datasets. [default: those of the run]
     batches
         Global batches to read of each source, spread over all of it. [default: all]
+    micro_batch
+        Sequences per micro-batch. [default: that of the run]
     averaged
         Use the averaged weights that a training loop of your own has kept.
     """
     require_training_packages("evaluate")
     from .commands.evaluate_command import run_evaluate
 
-    run_evaluate(run, data, part, split, batches, averaged=averaged)
+    run_evaluate(run, data, part, split, batches, micro_batch, averaged=averaged)
 
 
 @unwrap_help
@@ -81,7 +85,7 @@ def generate_text(
     Parameters
     ----------
     run
-        The folder that `megaloom train` wrote, or a Hugging Face folder.
+        The folder that `megaloom train` wrote, a file of `megaloom pack`, or a Hugging Face folder.
     prompt
         What the text begins with, or what an encoder reads. Repeat it for several prompts.
     prompt_file
@@ -119,26 +123,32 @@ def convert(
     run: Path,
     /,
     *,
-    to: Literal["hf", "peft"],
+    to: Literal["hf", "peft", "megatron"],
     output: Annotated[Path, Parameter(name=["-o", "--output"])],
     config: Path | None = None,
     precision: TrainedPrecision | None = None,
+    max_shard_size: str | None = None,
     averaged: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Write the weights of a run as a Hugging Face folder: config.json, safetensors, tokenizer; or its adapters.
+    """Write the weights of a run for other programs: as a Hugging Face folder, for Megatron-LM, or its adapters.
 
     Parameters
     ----------
     run
-        The folder of a run, whose last checkpoint is converted; or a checkpoint of Megatron-LM, with --config.
+        The folder of a run, or a file of `megaloom pack`, whose last checkpoint is converted; a checkpoint of
+        Megatron-LM, with --config; or a Hugging Face folder, with --to megatron.
     to
-        The form: hf, a Hugging Face folder, with adapters merged; or peft, the adapters alone, as PEFT loads them.
+        The form: hf, a Hugging Face folder with config.json, safetensors and tokenizer, adapters merged; megatron, a
+        torch_dist checkpoint of Megatron-LM's GPTModel with its arguments; or peft, the adapters alone, as PEFT loads
+        them.
     output
         The folder to write. It must not exist.
     config
         The config.json that describes the model, or a folder with one. [default: that from which the run started]
     precision
         Precision of the tensors. [default: that of the run]
+    max_shard_size
+        Largest size of a file of tensors, unless one tensor is larger: 500MB, 2GiB. [default: 5GB]
     averaged
         Write the averaged weights that a training loop of your own has kept.
     """
@@ -146,7 +156,8 @@ def convert(
     from .commands.convert_command import run_convert
 
     check_output_folder(output, "-o")
-    run_convert(run, to, output, config, None if precision is None else Precision(precision), averaged=averaged)
+    chosen = None if precision is None else Precision(precision)
+    run_convert(run, to, output, config, chosen, max_shard_size, averaged=averaged)
 
 
 @unwrap_help
@@ -184,6 +195,7 @@ def show(
     precision: Precision = Precision.BF16,
     svg: Path | None = None,
     html: Path | None = None,
+    tensors: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Print a model as a tree, repeats folded, with the shape, parameters, FLOPs and saved activations of each layer.
 
@@ -204,7 +216,19 @@ def show(
         A file for a drawing of the model.
     html
         A file for a page with the drawing and the table.
+    tensors
+        List the tensors of a checkpoint instead: name, shape, type. MODEL is a run, one of its step-… folders, a packed
+        run, a Hugging Face folder, or a checkpoint of Megatron-LM.
     """
+    if tensors:
+        require_training_packages("show --tensors")
+        from .commands.tensors_command import run_tensors
+
+        given = {"--set": words, "--settings": settings, "--seq": seq, "--source": source, "--svg": svg, "--html": html}
+        if flag := next((name for name, value in given.items() if value), None):
+            raise UserError(f"{flag} has no effect with --tensors, which lists a checkpoint\nomit one of the two")
+        run_tensors(Path(model))
+        return
     from .commands.show_command import run_show
 
     check_output_file(svg, "--svg")

@@ -16,6 +16,7 @@ from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, unwrap_hel
 from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.training.evaluation_options import DEFAULT_EVALUATION, EvaluationOptions
 
 from .defaults import (
     DEFAULT_RECIPE,
@@ -54,6 +55,7 @@ def train_by_plan(
     keep_best: int = KEEP_BEST,
     async_save: bool | None = None,
     distributed_timeout_minutes: float = 10.0,
+    evaluation: Annotated[EvaluationOptions, Parameter(name="*", group="Evaluation")] = DEFAULT_EVALUATION,
     watching: Annotated[Watching, Parameter(name="*", group="Watching")] = NO_WATCHING,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
     adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
@@ -75,8 +77,8 @@ def train_by_plan(
     epochs
         Passes over the training text, instead of --steps.
     weights
-        A Hugging Face folder with the initial weights: config.json and safetensors. Or a checkpoint of Megatron-LM.
-        [default: random weights]
+        The initial weights: a run or a packed run, whose model is trained anew; a Hugging Face folder with config.json
+        and safetensors; or a checkpoint of Megatron-LM. [default: random weights]
     seq
         Tokens per sequence. [default: 128]
     batch
@@ -86,7 +88,7 @@ def train_by_plan(
     devices
         Number of devices. [default: all GPUs; on CPU a process for each core]
     out
-        Folder for checkpoints and metrics. [default: the run's, or runs/MODEL]
+        Folder for checkpoints and metrics. [default: the run's, runs/MODEL, or runs/from-RUN with --from RUN alone]
     save_every
         Steps between checkpoints.
     evaluate_every
@@ -107,7 +109,7 @@ def train_by_plan(
         Minutes that ranks wait for one another before the run ends with an error.
     """
     require_training_packages("train")
-    from .commands.train_command import chosen_model, run_train
+    from .commands.train_command import run_train
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
@@ -116,9 +118,8 @@ def train_by_plan(
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     options["distributed_timeout_minutes"] = distributed_timeout_minutes
     arguments = model_arguments(words, settings)
-    return run_train(
-        chosen_model(model, weights), arguments, load, {**options, "watching": watching}, recipe, fixed, adapters
-    )
+    options |= {"evaluation": evaluation, "watching": watching}
+    return run_train(model, arguments, load, options, recipe, fixed, adapters)
 
 
 @unwrap_help

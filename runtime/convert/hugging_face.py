@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ from megaloom.runtime.weights.views import View, concatenated
 
 SHARD_NBYTES = 5 * 10**9
 """Most bytes of a file of tensors, unless one tensor is larger, as transformers writes them."""
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+"""Bytes of the units of a size. Those of transformers' max_shard_size are among them."""
 
 NOT_OF_THE_RESULT = ("quantization_config", "torch_dtype", "dtype")
 
@@ -69,17 +73,31 @@ def describe(file: Path) -> DescribedModel:
     return DescribedModel(Path(config.where), dict(config.fields), reader(config).names, reader(config)(config, name))
 
 
+def nbytes_of(size: str, option: str) -> int:
+    """Return the bytes of a size such as 500MB or 2GiB. Raise UserError for another text; `option` names it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Z]*)", size.strip().upper())
+    if not found or found[2] not in UNITS or float(found[1]) * UNITS[found[2]] < 1:
+        raise UserError(f"{option} {size} is not a size\ngive a number of bytes, or one with a unit: 500MB, 5GB, 2GiB")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
 def write_folder(
-    description: DescribedModel, model: Model, weights: Mapping[str, View], folder: Path, dtype: torch.dtype
+    description: DescribedModel,
+    model: Model,
+    weights: Mapping[str, View],
+    folder: Path,
+    dtype: torch.dtype,
+    shard_nbytes: int = SHARD_NBYTES,
 ) -> int:
     """Write a Hugging Face folder, and return the number of its tensors. It is absent until it is whole.
 
     weights: by the names of `graph(model).weights`; read tensor by tensor, at most one file of them in memory.
+    shard_nbytes: most bytes of a file, unless one tensor is larger.
     Raise UserError if the folder exists, or the disk is full.
     """
     tensors = to_checkpoint(description.names, model, weights, concatenated)
     with published(folder) as unfinished:
-        _write_tensors(tensors, unfinished, dtype)
+        _write_tensors(tensors, unfinished, dtype, shard_nbytes)
         fields = {k: v for k, v in description.fields.items() if k not in NOT_OF_THE_RESULT}
         fields["dtype"] = str(dtype).removeprefix("torch.")
         (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -103,9 +121,9 @@ def published(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_tensors(tensors: Mapping[str, View], folder: Path, dtype: torch.dtype) -> None:
+def _write_tensors(tensors: Mapping[str, View], folder: Path, dtype: torch.dtype, shard_nbytes: int) -> None:
     """Write tensors into one file, or into several and their index."""
-    shards = list(_shards(tensors, dtype.itemsize))
+    shards = list(_shards(tensors, dtype.itemsize, shard_nbytes))
     names = [SINGLE] if len(shards) == 1 else []
     names = names or [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
@@ -118,13 +136,13 @@ def _write_tensors(tensors: Mapping[str, View], folder: Path, dtype: torch.dtype
         (folder / SHARD_INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(tensors: Mapping[str, View], itemsize: int) -> Iterator[list[str]]:
+def _shards(tensors: Mapping[str, View], itemsize: int, shard_nbytes: int) -> Iterator[list[str]]:
     """Yield the names of the tensors of each file."""
     shard: list[str] = []
     nbytes = 0
     for name, view in tensors.items():
         size = _numel(view) * itemsize
-        if shard and nbytes + size > SHARD_NBYTES:
+        if shard and nbytes + size > shard_nbytes:
             yield shard
             shard, nbytes = [], 0
         shard.append(name)

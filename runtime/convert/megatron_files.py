@@ -4,8 +4,8 @@
     ROOT/iter_0000100/.metadata, *.distcp                                 torch_dist
     ROOT/iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt           one file a rank, its experts in EEE
 
-Only weights are read, and no code is run. Layers are numbered over all pipeline ranks and model chunks, experts over
-all expert-parallel ranks.
+Files of ranks may have the names from before megatron-core (`legacy_names`). Only weights are read, and no code is run.
+Layers are numbered over all pipeline ranks and model chunks, experts over all expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,20 @@ from megaloom.runtime.checkpoints.checkpoint_views import tensor_views
 from megaloom.runtime.weights.safe_pickle import METADATA, load_tensors
 from megaloom.runtime.weights.views import View, concatenated, held
 
+from .legacy_names import LEGACY, LegacyModel, core_tensors, is_legacy
+
 LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # stands for an iteration in checkpoints of others' models
 RANK_FILE, RANK_FOLDERS = "model_optim_rng.pt", "mp_rank_*"
 # In torch_dist, equal layers are one tensor without a number, and so are experts.
 LAYER = re.compile(r"(?P<before>(?:de|en)coder\.layers\.)(?:(?P<number>\d+)\.)?(?P<rest>.+)")
 EXPERT = re.compile(r"(?P<before>.*\bmlp\.experts\.(?:local_)?experts\.)(?:(?P<number>\d+)\.)?(?P<rest>.+)")
 GROUPED = re.compile(r"(.*\bexperts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")  # Transformer Engine's experts
 NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state")
-BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "linear_qkv.weight", "linear_qkv.bias")
+BY_ROWS = (
+    *("word_embeddings.weight", "output_layer.weight", "output_layer.bias"),
+    *(f"{name}.{kind}" for name in ("linear_qkv", "linear_q", "linear_kv") for kind in ("weight", "bias")),
+)
 IN_HALVES = ("linear_fc1.weight", "linear_fc1.bias")  # of a gated unit: each rank has rows of the gate, then of `up`
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 RENAMED = {
@@ -39,21 +45,22 @@ RENAMED = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     ".experts.experts.": ".experts.local_experts.",  # in torch_dist
 }
-BEFORE_CORE = "language_model"  # holds all weights in a checkpoint of Megatron-LM's own layers
+STACKS = ("encoder", "decoder")  # whose layers are numbered from 0 on each pipeline rank
 ChunkWeights = list[list[dict[str, Tensor]]]
 """Weights of one model chunk by expert-parallel rank and tensor-parallel rank."""
 
 
-def megatron_tensors(path: Path, *, gated: bool) -> dict[str, View]:
+def megatron_tensors(path: Path, *, gated: bool, legacy: LegacyModel | None = None) -> dict[str, View]:
     """Return the weights of a checkpoint as whole tensors. Raise UserError if it cannot be read.
 
-    gated: the feed-forward layers are gated units, whose first matrix has two halves.
+    gated: the feed-forward layers are gated units, whose first matrix has two halves. legacy: the model, which names
+    from before megatron-core need; without it, a checkpoint that has them is refused.
     """
     folder = _newest(path)
     if (folder / METADATA).is_file():
         found = dict(_unstacked(tensor_views(folder)))
     else:
-        found = _joined_ranks(folder, gated=gated)
+        found = _joined_ranks(folder, gated=gated, legacy=legacy)
     return {_plain(name): view for name, view in found.items() if not name.endswith("_extra_state")}
 
 
@@ -62,6 +69,8 @@ def _newest(path: Path) -> Path:
     if not (path / LATEST).is_file():
         return path
     step = (path / LATEST).read_text(encoding="utf-8").strip()
+    if step == RELEASE:
+        return path / RELEASE
     if not step.isdigit():
         raise UserError(
             f"{path / LATEST} names {step!r:.40}, which is not an iteration\ngive the folder of the checkpoint itself"
@@ -94,20 +103,21 @@ def _each(numbered: re.Pattern[str], name: str, view: View) -> Iterator[tuple[st
             yield f"{found['before']}{i}.{found['rest']}", view.select(0, i)
 
 
-def _joined_ranks(folder: Path, *, gated: bool) -> dict[str, View]:
+def _joined_ranks(folder: Path, *, gated: bool, legacy: LegacyModel | None) -> dict[str, View]:
     """Return the weights of the files of all ranks, joined over tensor-parallel ranks."""
     out: dict[str, View] = {}
-    layers = 0
-    for by_expert in _stages(folder):
+    layers = dict.fromkeys(STACKS, 0)
+    for by_expert in _stages(folder, legacy):
         for ep, ranks in enumerate(by_expert):
             experts = _count(EXPERT, ranks[0])
             for name in ranks[0]:
                 if any(name not in rank for rank in ranks):
                     raise UserError(f"{folder}: {name} is missing in the file of a tensor-parallel rank\ncopy it again")
-                whole = _moved(EXPERT, _moved(LAYER, name, layers), ep * experts)
+                whole = _moved(EXPERT, _moved(LAYER, name, layers.get(name.partition(".")[0], 0)), ep * experts)
                 if whole not in out:  # what is no expert is equal on all expert-parallel ranks
                     out[whole] = _joined([held(rank[name]) for rank in ranks], name, gated=gated)
-        layers += _count(LAYER, by_expert[0][0])
+        for stack in STACKS:
+            layers[stack] += _count(LAYER, (name for name in by_expert[0][0] if name.startswith(f"{stack}.")))
     return out
 
 
@@ -123,7 +133,7 @@ def _moved(numbered: re.Pattern[str], name: str, by: int) -> str:
     return f"{found['before']}{int(found['number']) + by}.{found['rest']}" if found and found["number"] else name
 
 
-def _stages(folder: Path) -> Iterator[ChunkWeights]:
+def _stages(folder: Path, legacy: LegacyModel | None) -> Iterator[ChunkWeights]:
     """Yield the weights of each model chunk, in the order of the layers."""
     files = _rank_files(folder)
     tp, pp, ep = (range(max(place[i] for place in files) + 1) for i in range(3))
@@ -134,7 +144,8 @@ def _stages(folder: Path) -> Iterator[ChunkWeights]:
         )
     chunks = sorted(key for key in files[0, 0, 0] if key == "model" or key.removeprefix("model").isdigit())
     for chunk, stage in product(chunks, pp):
-        yield [[_weights(folder, files[t, stage, e], chunk, stage) for t in tp] for e in ep]
+        contents = [[files[t, stage, e] for t in tp] for e in ep]
+        yield [[_weights(folder, each, chunk, stage, legacy, len(tp)) for each in ranks] for ranks in contents]
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int, int], Mapping[str, Any]]:
@@ -161,14 +172,21 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Mapping[str, Any]]:
     return files
 
 
-def _weights(folder: Path, contents: Mapping[str, Any], chunk: str, stage: int) -> dict[str, Tensor]:
+def _weights(
+    folder: Path, contents: Mapping[str, Any], chunk: str, stage: int, legacy: LegacyModel | None, tp: int
+) -> dict[str, Tensor]:
     """Return the weights of a model chunk in the file of a rank."""
     weights = contents.get(chunk)
-    if isinstance(weights, Mapping) and BEFORE_CORE in weights:
-        raise UserError(
-            f"{folder} has the names from before megatron-core (model.{BEFORE_CORE}), which are not read\n"
-            "convert it with Megatron-LM: tools/checkpoint/convert.py --loader legacy --saver core"
-        )
+    if isinstance(weights, Mapping) and is_legacy(weights):
+        if legacy is None:
+            raise UserError(
+                f"{folder} has the names from before megatron-core ({chunk}.{LEGACY}), which depend on the model\n"
+                "give its config.json: megaloom convert FOLDER --to hf --config config.json"
+            )
+        try:
+            return core_tensors(weights, contents.get("checkpoint_version", 0), legacy, tp)
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from None
     if not isinstance(weights, Mapping):
         raise UserError(f"{folder} has no weights {chunk!r} of pipeline rank {stage}\ncopy the checkpoint again")
     return {GROUPED.sub(r"\1local_experts.\3.\2", k): v for k, v in weights.items() if isinstance(v, Tensor)}

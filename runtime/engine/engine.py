@@ -301,24 +301,27 @@ class Engine:
         count: int,
         *,
         step: HeldOut = "validation",
+        micro_batch: int | None = None,
         stops: Callable[[int], bool] = lambda done: False,
     ) -> EvaluationResult:
         """Return the mean loss over `count` samples, any number, `samples(0)` to `samples(count - 1)`.
 
-        stops: called on every rank after each batch, with the number of samples that are done. Where it returns True,
-        which all ranks must agree on, the evaluation ends, and the result is the mean until there.
+        micro_batch: samples per micro-batch; None for that of training. stops: called on every rank after each batch,
+        with the number of samples that are done. Where it returns True, which all ranks must agree on, the evaluation
+        ends, and the result is the mean until there.
         """
         self.state.set_training(False)
-        layout, size = self.plan.layout, self.plan.workload.batch
-        whole = count - count % size
-        parts = [self.pipeline.evaluation_part(size, layout.micro_batch, first) for first in range(0, whole, size)]
-        if count > whole:
-            parts.append(self.pipeline.evaluation_part(count - whole, 1, whole))
+        size, micro_batch = self.plan.workload.batch, micro_batch or self.plan.layout.micro_batch
         with torch.no_grad():
             total = self.pipeline.terms.zero(device.current())
-            for i, part in enumerate(parts, 1):
-                total += self._run(samples, part, held_out_step(self.steps, step), forward_only=True)
-                if stops(min(i * size, count)):
+            for first in range(0, count, size):
+                stop = min(first + size, count)
+                ones = first + (size - size % micro_batch if stop - first == size else 0)  # from here on, one by one
+                for start, end, each in ((first, ones, micro_batch), (ones, stop, 1)):
+                    if start < end:
+                        part = self.pipeline.evaluation_part(end - start, each, start)
+                        total += self._run(samples, part, held_out_step(self.steps, step), forward_only=True)
+                if stops(stop):
                     break
         return total.evaluation
 

@@ -27,6 +27,7 @@ from megaloom.runtime.decoding.decoding_graph import DecodingGraph, decoding_gra
 from megaloom.runtime.decoding.mixing import check_decoding, first_after_mixing  # noqa: E402
 from megaloom.runtime.decoding.stages import Load, choose_layout, stage_bounds  # noqa: E402
 from megaloom.runtime.megatron.process_groups import create_process_groups  # noqa: E402
+from megaloom.runtime.training.artefact import opened  # noqa: E402
 
 from .batches import Prompt, choosing_rank, write_batch  # noqa: E402
 from .beam_search import BeamSearch  # noqa: E402
@@ -103,10 +104,10 @@ def generate(
 ) -> tuple[Generation, ...]:
     """Return what a trained model writes for each prompt: `settings.num_return_sequences` sequences of each, in order.
 
-    run: the folder of a run, whose last checkpoint is used, or a Hugging Face folder. prompts: texts, or token ids. For
-    an encoder-decoder they are what the encoder reads. attention_mask: for rows of ids that are padded to one length,
-    0 at padding, which is on the left, or on the right of what an encoder reads; the tokens are those that transformers
-    generates with that mask. tp, pp: degrees of the layout; None takes the fewest devices on
+    run: the folder of a run or a packed run, whose last checkpoint is used, or a Hugging Face folder. prompts: texts,
+    or token ids. For an encoder-decoder they are what the encoder reads. attention_mask: for rows of ids that are
+    padded to one length, 0 at padding, which is on the left, or on the right of what an encoder reads; the tokens are
+    those that transformers generates with that mask. tp, pp: degrees of the layout; None takes the fewest devices on
     which the model fits. precision: of weights and activations; None is that of the training. tokenizer: as in
     `megaloom data`; None is that of the run. chat: a prompt is what the user says in the tokenizer's chat template.
     batch_size: prompts that are written together. stream: print a single sequence while it is written.
@@ -143,14 +144,15 @@ def timed_generate(
     timeout: float | None = None,
 ) -> tuple[tuple[Generation, ...], float]:
     """Return what `generate` returns, and the seconds of writing: without the start of ranks and reading weights."""
-    job = make_job(open_trained(run, averaged=asked.averaged), prompts, settings, asked)
-    launcher.check(job.layout.world)
-    job.trained.check()
-    for note in job.notes:
-        print(note, file=sys.stderr)
-    ranks = launcher.run(generate_on_rank, (job,), job.layout.world, timeout=timeout)
-    written, seconds = next(found for found in ranks if found is not None)
-    return generations(job, prompts, written), seconds
+    with opened(run) as folder:
+        job = make_job(open_trained(folder, averaged=asked.averaged), prompts, settings, asked)
+        launcher.check(job.layout.world)
+        job.trained.check()
+        for note in job.notes:
+            print(note, file=sys.stderr)
+        ranks = launcher.run(generate_on_rank, (job,), job.layout.world, timeout=timeout)
+        written, seconds = next(found for found in ranks if found is not None)
+        return generations(job, prompts, written), seconds
 
 
 def make_job(trained: TrainedModel, prompts: Sequence[GivenPrompt], settings: GenerationSettings, asked: Asked) -> Job:

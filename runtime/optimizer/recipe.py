@@ -88,8 +88,8 @@ class Recipe:
     """Sequences after which the batch has its full size."""
     weight_decay: float = field(default=0.1, validator=_within(0, 1e3))
     """Weight decay of all parameters except norms and biases."""
-    clip_grad: float = field(default=1.0, validator=_within(1e-12, 1e12))
-    """Largest gradient norm: larger gradients are scaled down to it."""
+    clip_grad: float = field(default=1.0, validator=_within(0, 1e12))
+    """Largest gradient norm: larger gradients are scaled down to it. 0: they are not clipped."""
     beta1: float = field(default=0.9, validator=_within(0, 0.999999))
     """Decay of the first moment."""
     beta2: float = field(default=0.95, validator=_within(0, 0.999999))

@@ -93,12 +93,15 @@ class Update:
 
 @torch.no_grad()
 def update_weights(optimizer: MegatronOptimizer, loss: float, clip_grad: float) -> Update:
-    """Clip the gradients and step the optimizer, if loss and gradients are finite on all ranks. Every rank calls it."""
+    """Clip the gradients and step the optimizer, if loss and gradients are finite on all ranks. Every rank calls it.
+
+    clip_grad: the largest norm of the gradients; 0 clips none.
+    """
     overflow = bool(optimizer.prepare_grads())
     norm = float(optimizer.get_grad_norm())
     if not _all_ranks(math.isfinite(loss) and math.isfinite(norm) and not overflow):
         return Update(norm, False)
-    for one in optimizers_of(optimizer):
+    for one in optimizers_of(optimizer) if clip_grad else ():
         if not one.is_stub_optimizer and (parameters := one.get_parameters()):
             clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()

@@ -1,6 +1,7 @@
 """A run in one file: a zip of model, plan, options, tokenizer and newest checkpoint. Packing and unpacking run no code.
 
-The file begins with artefact.json, which has the version. Only names that a run folder may have are unpacked.
+The file begins with artefact.json, which has the version. Only names that a run folder may have are unpacked. Commands
+that use a run take the file as well: `opened` unpacks it for as long as they run.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ import re
 import shutil
 import stat
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import parse_json
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
+from megaloom.runtime.launch.rendezvous import started_by_launcher
 from megaloom.runtime.weights.kept_files import KEPT
 
 from .run_folder import MODEL_FILE, OPTIONS_NAME, PLAN_NAME, TOKENIZER_NAME, load_run
 
 ARTEFACT_VERSION = 1
 HEAD_NAME = "artefact.json"
+SUFFIX = ".megaloom"
 PACKED = re.compile(
-    r"[A-Za-z0-9_][\w.-]*|(tokenizer|hugging-face|step-\d{6,}(-loss-[\w.]+)?)/\.?[A-Za-z0-9_][\w.-]*", re.ASCII
+    r"[A-Za-z0-9_][\w.-]*|(tokenizer|hugging-face|step-\d{6,}(-epoch-\d+)?(-loss-[\w.]+)?)/\.?[A-Za-z0-9_][\w.-]*",
+    re.ASCII,
 )
 LARGEST_HEAD = 1 << 16  # bytes
 COPIED_NBYTES = 1 << 24  # bytes at a time
@@ -60,8 +65,32 @@ def pack(run: Path, output: Path, say: Callable[[str], object] = str) -> Path:
     return output
 
 
-def unpack(artefact: Path, folder: Path) -> Path:
-    """Write the run in a file into a new folder, and return the folder.
+@contextmanager
+def opened(run: Path) -> Iterator[Path]:
+    """Give the folder of a run; of a packed one, a temporary folder that is removed at the end of the context.
+
+    Raise UserError for a packed run that cannot be read, and on ranks of torchrun or srun, which share no such folder.
+    """
+    if not is_packed(run):
+        yield run
+        return
+    if started_by_launcher():
+        raise UserError(
+            f"{run} is a packed run, which ranks of torchrun or srun do not unpack\n"
+            f"unpack it into a folder that they share: megaloom unpack {run} -o FOLDER"
+        )
+    with TemporaryDirectory(prefix="megaloom-") as temporary:
+        folder = Path(temporary) / run.stem
+        yield unpack(run, folder, f"set TMPDIR to a folder with room, or unpack it: megaloom unpack {run} -o FOLDER")
+
+
+def is_packed(path: Path) -> bool:
+    """Return whether a file is a packed run by its name or contents."""
+    return path.is_file() and (path.suffix == SUFFIX or zipfile.is_zipfile(path))
+
+
+def unpack(artefact: Path, folder: Path, advice: str = "give another folder") -> Path:
+    """Write the run in a file into a new folder, and return the folder. advice: for a folder that cannot be written.
 
     Raise UserError if the file is damaged, of another version, or has a name that no run folder has, such as one with
     "..". Nothing is written then.
@@ -91,7 +120,7 @@ def unpack(artefact: Path, folder: Path) -> Path:
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
         raise UserError(f"{artefact} is damaged or no artefact: {error}\npack the run again") from None
     except OSError as error:
-        raise UserError(f"cannot unpack {artefact} into {folder}: {error.strerror}\ngive another folder") from None
+        raise UserError(f"cannot unpack {artefact} into {folder}: {error.strerror}\n{advice}") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder

@@ -21,6 +21,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
+from .artefact import opened
 from .evaluated_text import ALL, EvaluatedText, evaluated_data, open_texts
 from .run_data import check_labels, sample_of
 from .run_folder import no_checkpoint, plan_and_model
@@ -55,19 +56,45 @@ def evaluate_run(
     part: str | None = None,
     split: str | None = None,
     batches: int | None = None,
+    micro_batch: int | None = None,
     averaged: bool = False,
     timeout: float | None = None,
 ) -> RunEvaluation:
     """Return the losses of a run's last checkpoint on each source: a file or folder of text, or an indexed dataset.
 
-    sources: without any, those of the run. part: "all", or the training, validation or test part by `split`; None is
-    validation of the run's own data, and all of others. split: None is that of the run. batches: global batches that
-    are read of each source, from everywhere in it; None for all. averaged: evaluate the averaged weights.
+    folder: of the run, or a packed run. sources: without any, those of the run. part: "all", or the training,
+    validation or test part by `split`; None is validation of the run's own data, and all of others. split: None is that
+    of the run. batches: global batches that are read of each source, from everywhere in it; None for all. micro_batch:
+    sequences per micro-batch; None for that of training. averaged: evaluate the averaged weights.
 
     Raise UserError for a folder that is no run, bad data, or a machine without the devices of the plan.
     """
-    if batches is not None and batches < 1:
-        raise UserError(f"--batches must be at least 1, got {batches}")
+    for name, count in (("batches", batches), ("micro-batch", micro_batch)):
+        if count is not None and count < 1:
+            raise UserError(f"--{name} must be at least 1, got {count}")
+    with opened(folder) as run:
+        return _evaluate(run, sources, part, split, Reading(batches, micro_batch), averaged=averaged, timeout=timeout)
+
+
+@frozen
+class Reading:
+    """The number of global batches that an evaluation reads, None for all, and the sequences per micro-batch."""
+
+    batches: int | None
+    micro_batch: int | None
+
+
+def _evaluate(
+    folder: Path,
+    sources: Sequence[str],
+    part: str | None,
+    split: str | None,
+    reading: Reading,
+    *,
+    averaged: bool,
+    timeout: float | None,
+) -> RunEvaluation:
+    """Return the losses of the last checkpoint in the folder of a run."""
     plan, model, found = _trained(folder, averaged=averaged)
     check_trainable(plan, model)
     launcher.check(plan.layout.world)
@@ -78,7 +105,7 @@ def evaluate_run(
     with TemporaryDirectory(prefix="megaloom-") as temporary:
         texts, digest = open_texts(asked, folder, maker, Path(temporary))
         done = launcher.run(
-            _evaluate_on_rank, (plan, folder, texts, batches, averaged), plan.layout.world, timeout=timeout
+            _evaluate_on_rank, (plan, folder, texts, reading, averaged), plan.layout.world, timeout=timeout
         )[0]
     changed = [] if sources or digest == found.manifest.data else [_CHANGED.format(step=found.manifest.step)]
     return evolve(done, notes=(*done.notes, *changed), part=asked.part, split=asked.split)
@@ -96,7 +123,7 @@ def _trained(folder: Path, *, averaged: bool) -> tuple[Plan, Model, Checkpoint]:
 
 
 def _evaluate_on_rank(
-    plan: Plan, folder: Path, texts: list[EvaluatedText], batches: int | None, averaged: bool
+    plan: Plan, folder: Path, texts: list[EvaluatedText], reading: Reading, averaged: bool
 ) -> RunEvaluation:
     """Return step and losses of the newest checkpoint that is not damaged. They are equal on all ranks."""
     from megaloom.runtime.checkpoints import checkpoint  # imports megatron-core, as does the next
@@ -119,8 +146,9 @@ def _evaluate_on_rank(
             return sample_of(text.part.held_out_sample(i, seq=seq), maker, engine.steps, i, 0)
 
         samples = text.part.held_out_samples(seq)
-        samples = samples if batches is None else min(samples, batches * plan.workload.batch)
+        if reading.batches is not None:
+            samples = min(samples, reading.batches * plan.workload.batch)
         with engine.averaged_weights() if averaged else nullcontext():
-            result = engine.evaluate_samples(sample, samples)
+            result = engine.evaluate_samples(sample, samples, micro_batch=reading.micro_batch)
         losses.append(SourceLoss(text.name, result, maker.unit))
     return RunEvaluation(found.manifest.step, tuple(found.notes), tuple(losses))

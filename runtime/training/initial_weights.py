@@ -1,36 +1,77 @@
-"""The initial weights of a run, which `--from` names: a Hugging Face folder, or a checkpoint of Megatron-LM."""
+"""The initial weights of a run, which `--from` names: of another run, a Hugging Face folder or Megatron-LM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaloom.dsl.catalog import config_of
+from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, newest_intact
 from megaloom.runtime.launch.agreement import gathered
 from megaloom.runtime.optimizer.fine_tuning import fine_tuning_note
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.weights.given import GivenWeights, is_megatron, open_folder
+from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 from megaloom.runtime.weights.tensor_folder import has_tensors
+
+from .artefact import is_packed
+from .run_folder import TOKENIZER_NAME, is_run, no_checkpoint, plan_and_model
 
 if TYPE_CHECKING:
     from megaloom.runtime.convert.megatron_weights import MegatronWeights
+    from megaloom.runtime.convert.run_weights import RunWeights
+
+    InitialWeights = GivenWeights | MegatronWeights | RunWeights
 
 
-def open_weights(folder: Path) -> GivenWeights | MegatronWeights:
-    """Open a folder with weights. Raise UserError if they cannot be read."""
+def open_weights(folder: Path, find: Callable[..., Checkpoint | None] = newest_intact) -> InitialWeights:
+    """Open a folder with weights. Raise UserError if they cannot be read.
+
+    find: the function that returns the checkpoint of a run: `latest`, `newest_intact` or, called by every rank,
+    `checkpoint.newest_on_ranks`.
+    """
+    if is_run(folder):
+        from megaloom.runtime.convert.run_weights import RunWeights  # imports megatron-core, as does the next
+
+        plan, model = plan_and_model(folder)
+        checkpoint = find(folder, fingerprint=plan.fingerprint)
+        if checkpoint is None:
+            raise no_checkpoint(folder)
+        return RunWeights(folder, model, checkpoint)
+    if is_packed(folder):
+        raise UserError(f"{folder} is a packed run\nunpack it, and give the folder: megaloom unpack {folder}")
     if not is_megatron(folder):
         return open_folder(folder)
-    from megaloom.runtime.convert.megatron_weights import MegatronWeights  # imports megatron-core
+    from megaloom.runtime.convert.megatron_weights import MegatronWeights
 
     return MegatronWeights(folder)
 
 
-def starting_notes(
-    plan: Plan, model: Model, given: GivenWeights | MegatronWeights | None, recipe: Recipe
-) -> Iterator[str]:
+def check_other_folder(weights: Path, out: Path) -> None:
+    """Raise UserError if a run is to start from the weights of the folder that it is written to."""
+    if is_run(weights) and weights.resolve() == out.resolve():
+        raise UserError(
+            f"--from {weights}: this is the folder of the run itself, which continues with `megaloom train {weights}`\n"
+            "to start anew from its weights, give another folder with --out"
+        )
+
+
+def tokenizer_folder(weights: Path) -> Path:
+    """Return the folder that has the tokenizer of given weights, if there is one."""
+    return weights / TOKENIZER_NAME if is_run(weights) else weights
+
+
+def config_beside(weights: Path) -> Path | None:
+    """Return the config.json of given weights, if they have one."""
+    path = weights / KEPT / CONFIG if is_run(weights) else weights / CONFIG
+    return path if path.is_file() else None
+
+
+def starting_notes(plan: Plan, model: Model, given: InitialWeights | None, recipe: Recipe) -> Iterator[str]:
     """Yield lines about the weights that a run starts from at step 0. recipe: as the command gives it."""
     config = config_of(plan.model)
     if given:
@@ -43,7 +84,7 @@ def starting_notes(
         yield f"the weights are random: --from {config.parent} would start from those in the folder"
 
 
-def not_finite_note(given: GivenWeights | MegatronWeights) -> str | None:
+def not_finite_note(given: InitialWeights) -> str | None:
     """Return a line that names the tensors of which a rank has read NaN or an infinite value. Every rank calls it."""
     own = sorted(given.files.not_finite) if isinstance(given, GivenWeights) else []
     names = sorted({name for each in gathered(own) for name in each})

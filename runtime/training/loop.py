@@ -43,6 +43,7 @@ from .initial_weights import not_finite_note, open_weights, starting_notes
 from .resuming import resume_notes
 from .run_data import empty_validation, sample_of
 from .run_folder import save_run
+from .start_notes import start_notes
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
 
@@ -52,7 +53,7 @@ def train_on_rank(run: TrainingRun) -> Summary:
     model = planned_model(run.plan)
     resumed = checkpoint.newest_on_ranks(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
-    given = open_weights(run.weights) if run.weights and not resumed else None
+    given = open_weights(run.weights, checkpoint.newest_on_ranks) if run.weights and not resumed else None
     engine = Engine.build(run.plan, model, recipe, run.steps, weights=given.of(model) if given else None)
     not_finite = not_finite_note(given) if given else None
     if resumed:
@@ -110,6 +111,7 @@ class Loop:
     signals: list[int]
     maker: SampleMaker = field(init=False)
     samples: int = field(init=False)  # training samples consumed
+    epochs: int = field(init=False)  # that have ended
     saved: Path | None = field(init=False)  # the last whole checkpoint
     saver: Saver = field(init=False)
     stopped: int = field(default=0, init=False)  # the signal that asked any rank to stop
@@ -129,6 +131,11 @@ class Loop:
         """Return the samples that were consumed before this run."""
         return self.resumed.manifest.samples if self.resumed else 0
 
+    @epochs.default
+    def _epochs(self) -> int:
+        """Return the number of whole passes over the training text."""
+        return self.samples // self.run.corpus.train.windows(self.maker.length - 1)
+
     @recorded.default
     def _recorded(self) -> RecordedSteps:
         run = self.run
@@ -147,6 +154,8 @@ class Loop:
         run, engine = self.run, self.engine
         for line in resume_notes(self.resumed, run, engine.recipe) if self.resumed else ():
             self.display.print(line)
+        for line in start_notes(run, self.engine.graph, self.maker):
+            self.display.print(line)
         self.saver.remove_unfinished()
         while engine.done < run.recipe.steps and not self.stopped:
             with ended_if_stuck():
@@ -162,11 +171,15 @@ class Loop:
     def _evaluate_and_save(self) -> None:
         """Evaluate and save after a step, where it is time for that or a signal asks for it."""
         run, done, last = self.run, self.engine.done, self.engine.done == self.run.recipe.steps
-        due = done % run.save_every == 0 or last
-        evaluates = (done % run.evaluate_every == 0 and not last) or (run.retention.best and (due or self.save_asked))
+        ends_epoch, self.epochs = self._epochs() > self.epochs, self._epochs()
+        epoch = self.epochs if ends_epoch and run.evaluation.save_every_epoch else None
+        due = done % run.save_every == 0 or last or epoch is not None
+        at_epoch = ends_epoch and run.evaluation.evaluate_every_epoch
+        evaluates = (done % run.evaluate_every == 0 or at_epoch) and not last
+        evaluates |= bool(run.retention.best and (due or self.save_asked))
         result = self._evaluate(run.corpus.validation, "held-out") if evaluates else None
         if due or self.save_asked or self.stopped:
-            self._save(result)
+            self._save(result, epoch)
         if self.save_asked:
             self.display.print(f"step {done}  saving a checkpoint, as SIGUSR2 asks")
             self.save_asked = False
@@ -233,6 +246,7 @@ class Loop:
             lambda i: self._sample(part.held_out_sample(i, seq=seq), i, 0),
             samples,
             step="test" if is_last else "validation",
+            micro_batch=self.run.evaluation.evaluate_micro_batch,
             stops=lambda done: self._stops_evaluation(name, done * seq, samples * seq),
         )
         if self.stopped:
@@ -259,13 +273,17 @@ class Loop:
     def _sample(self, window: Window, i: int, seed: int) -> Sample:
         return sample_of(window, self.maker, self.engine.steps, i, seed)
 
-    def _save(self, validation: EvaluationResult | None) -> None:
-        """Save a checkpoint, or begin to. Where the best are kept, its folder is named after the validation loss."""
+    def _save(self, validation: EvaluationResult | None, epoch: int | None) -> None:
+        """Save a checkpoint, or begin to. Where the best are kept, its folder is named after the validation loss.
+
+        epoch: the one that has ended, if the folder is to be named after it.
+        """
         self._finish_save()
         manifest = evolve(
             self.engine.manifest(),
             samples=self.samples,
             data=self.run.corpus.digest,
+            epoch=epoch,
             validation_loss=validation.loss if validation and self.run.retention.best else None,
         )
         self.saver.start(self.engine.state, manifest)

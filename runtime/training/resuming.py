@@ -13,6 +13,7 @@ from .training_run import TrainingRun
 SAVING = (
     *("split", "save_every", "evaluate_every", "evaluate_batches", "evaluate_all"),
     *("keep_last", "keep_best", "async_save"),
+    *("evaluate_every_epoch", "save_every_epoch", "evaluate_micro_batch"),
 )
 """Options of data and checkpoints that a resumed run may change. Other data are found by their digest."""
 

@@ -37,12 +37,13 @@ from megaloom.runtime.metrics.metrics_file import METRICS_NAME
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import SampleMaker
-from megaloom.runtime.weights.kept_files import CONFIG, keep_files
+from megaloom.runtime.weights.kept_files import keep_files
 
 from .collected_signals import WHILE_TRAINING
+from .evaluation_options import DEFAULT_EVALUATION, EvaluationOptions
 from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_advice
 from .host_memory import check_host_memory
-from .initial_weights import open_weights
+from .initial_weights import check_other_folder, config_beside, open_weights, tokenizer_folder
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from .run_data import (
     DataOptions,
@@ -86,6 +87,7 @@ def train(
     asynchronous_saves: bool | None = None,
     steps: object = None,
     weights: Path | None = None,
+    evaluation: EvaluationOptions = DEFAULT_EVALUATION,
     watching: Watching = Watching(),  # noqa: B008 (frozen)
     distributed_timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> Summary:
@@ -94,11 +96,12 @@ def train(
     source: "stdlib", a file or folder of text, or prefixes of indexed datasets, each after its weight if they have any.
     split: shares of training, validation and test of indexed datasets, such as "969,30,1". epochs: train for as many
     steps as visit the training text so often, instead of the recipe's. steps: an object with any of the methods of
-    `Steps`, of a class that every process can import. weights: a Hugging Face folder or a checkpoint of
+    `Steps`, of a class that every process can import. weights: another run, a Hugging Face folder or a checkpoint of
     Megatron-LM with the initial weights, of which each rank reads its shards.
 
     evaluate_batches: global batches of held-out text that each evaluation reads. By default 65,536 tokens, and at the
-    end as many as the run has trained on. evaluate_all: at the end all of it.
+    end as many as the run has trained on. evaluate_all: at the end all of it. evaluation: what is evaluated and saved
+    at the ends of epochs, and the micro-batch.
 
     retention: the checkpoints that are kept. asynchronous_saves: copy the state to host memory and train on while it is
     written. By default on GPUs only: on CPU the copy would be in the memory that the plan counts. watching: the step
@@ -118,7 +121,7 @@ def train(
         )
         with named_write_errors(folder, "free some space, or choose another folder with --out"):
             return prepare_run(
-                plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves, watching
+                plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves, evaluation, watching
             )
 
     if started_by_launcher():
@@ -130,6 +133,7 @@ def train(
             "evaluate_all": evaluate_all,
             "keep_last": retention.last,
             "keep_best": retention.best,
+            **asdict(evaluation),
             **asdict(watching),
         }
         check_same_plan(plan, recipe, given, weights)
@@ -151,11 +155,13 @@ def check_start(model: Model, seq: int, folder: Path, data: DataOptions, weights
 
     A search takes seconds, and prints a plan. Nothing is written, and `prepare_run` checks all of it again.
     """
+    if weights is not None:
+        check_other_folder(weights, folder)
     check_free(folder, **lock_messages(folder))
     check_folder(folder)
     saved = latest(folder, fingerprint=fingerprint(model))
     if weights is not None and saved is None:
-        open_weights(weights).check(model)
+        open_weights(weights, latest).check(model)
     check_labels(graph(model), data.sources)
     maker = SampleMaker.of(graph(model), seq)
     check_data(data, maker)
@@ -174,6 +180,7 @@ def prepare_run(
     steps: object = None,
     weights: Path | None = None,
     asynchronous_saves: bool | None = None,
+    evaluation: EvaluationOptions = DEFAULT_EVALUATION,
     watching: Watching = Watching(),  # noqa: B008 (frozen)
 ) -> TrainingRun:
     """Check plan, options, weights, checkpoint and text, and write data, model, plan and options into the folder.
@@ -199,6 +206,8 @@ def prepare_run(
     if not started_by_launcher():
         launcher.check(plan.layout.world)
         check_host_memory(plan)
+    if weights is not None:
+        check_other_folder(weights, folder)
     check_folder(folder)
     saved = latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
     if data.epochs is None:
@@ -209,16 +218,14 @@ def prepare_run(
     if saved is not None:
         check_tokenizer(corpus, data.sources, folder / TOKENIZER_NAME, f"the run in {folder}")
     elif weights is not None:
-        check_tokenizer(corpus, data.sources, weights, f"--from {weights}")
+        check_tokenizer(corpus, data.sources, tokenizer_folder(weights), f"--from {weights}")
     check_keep_best(corpus, data.split, retention.best)
     if data.epochs is not None:
         recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, recipe, plan.workload.batch))
         watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)
     if corpus.tokenizer:
         shutil.copytree(corpus.tokenizer, folder / TOKENIZER_NAME, dirs_exist_ok=True)
-    config = config_of(plan.model)
-    if weights is not None and (weights / CONFIG).is_file():
-        config = weights / CONFIG
+    config = (config_beside(weights) if weights is not None else None) or config_of(plan.model)
     other = corpus.ids == BYTE_IDS and config is not None and tokenizer_of((config.parent,)) != BYTE_IDS.name
     keep_files(folder, config, corpus.tokenizer, beside=not other)
     options = {
@@ -231,6 +238,7 @@ def prepare_run(
         "keep_last": retention.last,
         "keep_best": retention.best,
         "async_save": asynchronous_saves,
+        **{name: value or None for name, value in asdict(evaluation).items()},
         "tensorboard": watching.tensorboard or None,
         "tensorboard_dir": None if watching.tensorboard_dir is None else str(watching.tensorboard_dir.resolve()),
         "wandb": watching.wandb,
@@ -253,6 +261,7 @@ def prepare_run(
         asynchronous_saves=bool(device.gpu_count()) if asynchronous_saves is None else asynchronous_saves,
         steps=steps,
         weights=weights,
+        evaluation=evaluation,
         watching=watching,
         options_before=before,
         options=options,

@@ -17,6 +17,8 @@ from megaloom.runtime.metrics.stage_time import StageTime
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
 
+from .evaluation_options import DEFAULT_EVALUATION, EvaluationOptions
+
 RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""
 
@@ -41,6 +43,7 @@ class TrainingRun:
     retention: Retention = field(factory=Retention)
     asynchronous_saves: bool = False  # training goes on while a checkpoint is written
     steps: object = None  # with any of the methods of `Steps`
+    evaluation: EvaluationOptions = DEFAULT_EVALUATION
     watching: Watching = field(factory=Watching)
     weights: Path | None = None  # a folder with the initial weights; None for random ones
     options_before: Mapping[str, Any] | None = None  # of run.json, if the folder had one

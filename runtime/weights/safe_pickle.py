@@ -15,7 +15,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
+from numpy._core.multiarray import _reconstruct as reconstruct
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megaloom.dsl.errors import UserError
@@ -47,6 +49,13 @@ METADATA_CLASSES = frozenset(
     }
 )
 SAFE_GLOBALS: tuple[type, ...] = (BytesIO, Namespace)
+OF_ARRAYS: tuple[Any, ...] = (
+    *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    (np.ndarray, "numpy.ndarray"),
+    (np.dtype, "numpy.dtype"),
+    type(np.dtype(np.uint32)),
+)
+"""What numpy's random numbers in the files of Megatron-LM's ranks consist of: arrays of uint32."""
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 ADVICE = "do not use it; get the file again from where it was saved"
 
@@ -97,7 +106,7 @@ def load_tensors(path: Path, classes: Iterable[type] = SAFE_GLOBALS) -> Any:
 
     Tensors are mapped into memory where the file allows it. Raise UserError for a file with another class.
     """
-    safe = [*SAFE_GLOBALS, *classes]
+    safe = [*SAFE_GLOBALS, *OF_ARRAYS, *classes]
     try:
         with torch.serialization.safe_globals(safe):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if _is_zip(path) else []

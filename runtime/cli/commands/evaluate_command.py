@@ -13,10 +13,19 @@ from megaloom.runtime.training.evaluation import RunEvaluation, evaluate_run
 
 
 def run_evaluate(
-    folder: Path, sources: list[str], part: str | None, split: str | None, batches: int | None, *, averaged: bool
+    folder: Path,
+    sources: list[str],
+    part: str | None,
+    split: str | None,
+    batches: int | None,
+    micro_batch: int | None,
+    *,
+    averaged: bool,
 ) -> None:
     """Evaluate the last checkpoint of a run, and print a table."""
-    evaluation = evaluate_run(folder, sources, part=part, split=split, batches=batches, averaged=averaged)
+    evaluation = evaluate_run(
+        folder, sources, part=part, split=split, batches=batches, micro_batch=micro_batch, averaged=averaged
+    )
     what = "all parts" if evaluation.part == ALL else f"{evaluation.part} part"
     what += f" by --split {evaluation.split}" if evaluation.split and evaluation.part != ALL else ""
     title = Text(f"{folder}, step {evaluation.step}, {what}\n")

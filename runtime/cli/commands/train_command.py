@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -54,9 +55,10 @@ from megaloom.runtime.launch.rendezvous import join, launched, started_by_launch
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.environment import current_environment
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.training.artefact import opened
 from megaloom.runtime.training.run import check_start, train
 from megaloom.runtime.training.run_data import DataOptions
-from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, load_run
+from megaloom.runtime.training.run_folder import MODEL_FILE, PLAN_NAME, is_run, load_run, plan_of_run
 from megaloom.runtime.training.verify import compare
 from megaloom.runtime.weights.kept_files import CONFIG
 
@@ -66,7 +68,7 @@ PEFT_CONFIG = "adapter_config.json"
 
 
 def run_train(
-    model: str,
+    model: str | None,
     arguments: Arguments,
     load_options: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -74,12 +76,33 @@ def run_train(
     fixed: FixedLayout,
     adapters: AdapterOptions,
 ) -> int:
-    """Train a model or a plan, and return the exit code.
+    """Train a model or a plan, and return the exit code. A packed run of `--from` is unpacked for as long.
 
     arguments: those of the model's function. load_options: seq, batch, precision, devices; None if not given. options:
     data, split, epochs, out, save_every, evaluate_every, evaluate_batches, evaluate_all, keep_last, keep_best,
     async_save, distributed_timeout_minutes, weights.
     """
+    weights = options["weights"]
+    with nullcontext() if weights is None else opened(weights) as folder:
+        anew = model is None and folder is not None and is_run(folder)
+        if anew and options["out"] is None:
+            options = {**options, "out": Path("runs") / f"from-{folder.resolve().name}"}
+        options = {**options, "weights": folder}
+        return _train(chosen_model(model, folder), arguments, load_options, options, recipe, fixed, adapters, anew=anew)
+
+
+def _train(
+    model: str,
+    arguments: Arguments,
+    load_options: Mapping[str, Any],
+    options: Mapping[str, Any],
+    recipe: Recipe,
+    fixed: FixedLayout,
+    adapters: AdapterOptions,
+    *,
+    anew: bool,
+) -> int:
+    """Train a model or a plan, and return the exit code. anew: the model is that of the run which `--from` names."""
     check_output_folder(options["out"], "--out")
     check_output_folder(options["watching"].tensorboard_dir, "--tensorboard-dir")
     minutes = options["distributed_timeout_minutes"]
@@ -117,6 +140,7 @@ def run_train(
         data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
         retention = Retention(options["keep_last"], options["keep_best"])
         saving = {"retention": retention, "asynchronous_saves": options["async_save"], "watching": options["watching"]}
+        saving["evaluation"] = options["evaluation"]
         saving["distributed_timeout"] = timeout
         summary = train(plan, recipe, folder=folder, weights=options["weights"], **saving, **data, **every)
     except KeyboardInterrupt:
@@ -127,11 +151,13 @@ def run_train(
         return fail(f"stopped; {_saved(folder)}", 128 + summary.stopped)
     if summary.trace:
         _add_prediction(summary.trace, plan)
+    if anew:  # the new run has the model itself
+        model, given, options = str(folder), {}, {**options, "out": None}
     resume = {**given, "data": options["data"], "split": options["split"], "out": options["out"], **asdict(recipe)}
     resume |= {**every, **{name: options[name] for name in ("keep_last", "keep_best", "async_save")}}
     resume["set"] = () if _is_plan(model) or is_run(model) else as_words(arguments)
-    trackers = {name: value for name, value in asdict(options["watching"]).items() if name != "profile"}
-    resume |= {name: value for name, value in trackers.items() if value}
+    others = {**asdict(options["watching"]), **asdict(options["evaluation"]), "profile": None}
+    resume |= {name: value for name, value in others.items() if value}
     steps = 2 * max(summary.step, recipe.steps if options["epochs"] is None else 0)
     by_steps = options["epochs"] is None
     resume |= {"steps": steps} if by_steps else {"steps": None, "epochs": 2 * options["epochs"]}
@@ -144,17 +170,17 @@ def run_train(
 
 
 def chosen_model(model: str | None, weights: Path | None) -> str:
-    """Return the argument MODEL or, without it, the folder that --from names. Raise UserError if that has no config."""
+    """Return the argument MODEL or, without it, the model that --from names: that of a run, or of a config.json.
+
+    Raise UserError for a folder that has none.
+    """
     if model is not None:
         return model
     if weights is None:
         return DEFAULT_MODEL
+    if is_run(weights):
+        return str(weights / MODEL_FILE) if (weights / MODEL_FILE).is_file() else plan_of_run(weights).model
     if not (weights / CONFIG).is_file():
-        if is_run(weights):
-            raise UserError(
-                f"--from {weights}: this is a run, which continues with `megaloom train {weights}`\n"
-                f"to start anew from its weights: megaloom convert {weights} --to hf -o FOLDER, and --from FOLDER"
-            )
         if (weights / PEFT_CONFIG).is_file():
             raise UserError(
                 f"--from {weights}: these are adapters of PEFT, which are not read\n"

@@ -34,7 +34,7 @@ def test_wrong_weights_are_refused_before_training(tmp_path: Path, capsys: pytes
 def test_folders_that_are_no_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_text("{}")
     assert main(["train", "--from", str(tmp_path), "--out", str(tmp_path / "new")]) == 2
-    assert f"this is a run, which continues with `megaloom train {tmp_path}`\nto start" in capsys.readouterr().err
+    assert f"{tmp_path} is not a run folder: it has no plan.json" in capsys.readouterr().err
     (tmp_path / "run.json").rename(tmp_path / "adapter_config.json")
     assert main(["train", "--from", str(tmp_path), "--out", str(tmp_path / "new")]) == 2
     assert "these are adapters of PEFT, which are not read\nmerge them" in capsys.readouterr().err
@@ -62,6 +62,7 @@ def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.Captu
     assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
     assert (out / "tokenizer.json").read_text() == "{}"
     check_generation(folder, run, capfd)
+    check_shards(run, tmp_path / "shards", out, capfd)
     assert main(["convert", str(run), "--to", "hf", "-o", str(out)]) == 2
     assert "exists\nremove it, or give another folder with -o" in capfd.readouterr().err
     config = tmp_path / "config.json"
@@ -132,6 +133,26 @@ def test_a_hugging_face_model_is_tuned_on_conversations(tmp_path: Path, capfd: p
     assert capfd.readouterr().out == f"wrote {tmp_path / 'out'}: 21 tensors of float32, of step 2\n"
     assert main(["train", str(folder), "--set", "layers=2", "--out", str(run)]) == 2
     assert "takes no --set layers" in capfd.readouterr().err
+
+
+def check_shards(run: Path, folder: Path, single: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Files of at most 30 kB have the tensors of the single file."""
+    convert = ["convert", str(run), "--to", "hf", "--precision", "bf16", "-o", str(folder), "--max-shard-size"]
+    assert main([*convert, "30 lots"]) == 2
+    assert "--max-shard-size 30 lots is not a size" in capfd.readouterr().err
+    assert main([*convert, "30KB"]) == 0
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert (
+        1
+        < len(files)
+        == len(set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()))
+    )
+    assert all(sum(x.nbytes for x in load_file(file).values()) <= 30_000 for file in files)
+    together = {name: x for file in files for name, x in load_file(file).items()}
+    whole = load_file(single / "model.safetensors")
+    assert together.keys() == whole.keys()
+    assert all(torch.equal(x, whole[name]) for name, x in together.items())
+    assert "wrote" in capfd.readouterr().out
 
 
 def check_damage(run: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:

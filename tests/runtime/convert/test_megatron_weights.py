@@ -206,7 +206,8 @@ def test_other_models_and_unsafe_files_are_refused(
     torch.save({"model": Path.touch}, folder / "mp_rank_00_000" / "model_optim_rng.pt")
     assert "which could run code" in refusal(folder, root / "config", tmp_path, capsys)
     torch.save({"model": {"language_model": {}}}, folder / "mp_rank_00_000" / "model_optim_rng.pt")
-    assert "has the names from before megatron-core" in refusal(folder, root / "config", tmp_path, capsys)
+    with pytest.raises(UserError, match="has the names from before megatron-core"):
+        megatron_tensors(folder, gated=False)
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest" / "latest_checkpointed_iteration.txt").write_text("../x")
     assert "which is not an iteration" in refusal(tmp_path / "latest", root / "config", tmp_path, capsys)
