@@ -12,24 +12,30 @@ from os.path import exists, isdir, isfile, join, realpath
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
+from typing import Any
 
 from megaloom.dsl.hf.architectures import (
     WANTED,
+    changed_config,
     config_file,
     config_name,
+    open_config,
     read,
 )
 from megaloom.dsl.hf.conversations import for_conversations
+from megaloom.dsl.hf.nemo_bert import FIELDS, YAML, is_nemo_bert
 
 from .errors import UserError, safe_repr, short_path
 from .example_modules import example_modules, hyphenated
-from .files.json_file import Content, content_of
+from .files.json_file import Content, content_of, read_json
 from .files.model_file import load_model
 from .graph import Model
 from .neighbours import neighbours_of
-from .settings.arguments import Arguments, checked_arguments
+from .settings.arguments import Arguments, checked_arguments, converted_like
+from .settings.family import family_of, with_arguments_of_family
 from .settings.reference import label, split_reference, with_arguments
 
+CONFIG_ENDINGS = (".json", *YAML)
 SUGGESTIONS = 8  # names of similar models that the error for an unknown model lists
 
 
@@ -38,7 +44,7 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
 
     `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of an example (`llama3-8b`), a
     run folder or its model.json, or a Hugging Face config.json (any other .json file, or a folder with a config.json),
-    whose arguments are `conversations` and `balance`.
+    whose arguments are its fields, `conversations` and `balance`.
     The name is that of a `Model`, or of a function that returns one. A function that is found without its name must be
     annotated with `-> Model`. Its arguments are `arguments` and those in `ref`, as in `file.py:name(layers=24)`; the
     others need defaults. The full reference has them. Raises UserError that says what would work.
@@ -48,14 +54,11 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
     if (file := _model_file(ref)) is not None:
         _refuse_arguments(str(file), arguments)
         return load_model(file), str(file.resolve())
-    if ref.endswith(".json") or (isfile(join(ref, "config.json")) and ref not in examples()):
-        takes = signature(_arguments_of_configs).parameters
-        _refuse_arguments(ref, {name: value for name, value in arguments.items() if name not in takes})
-        given = checked_arguments(_arguments_of_configs, arguments, ref)
-        conversations, balance = _arguments_of_configs(**given)
-        model = read(ref, balance=balance)
-        model = for_conversations(model) if conversations else model
-        return model, with_arguments(str(config_file(ref).resolve()), given)
+    if ref.endswith(CONFIG_ENDINGS) or (isfile(join(ref, "config.json")) and ref not in examples()):
+        own, changes = _arguments_of_config(ref, arguments)
+        model = read(changed_config(ref, changes), balance=own.get("balance"))
+        model = for_conversations(model) if own.get("conversations") else model
+        return model, with_arguments(str(config_file(ref).resolve()), {**changes, **own})
     location, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
     if location.endswith(".py"):
         path = Path(location)
@@ -81,10 +84,41 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
     raise UserError(f"no model {ref!r}{suggestion}\nMODEL can be file.py:name, a config.json, or {names}")
 
 
+def _arguments_of_config(ref: str, arguments: Arguments) -> tuple[dict[str, Any], dict[str, object]]:
+    """Return the arguments of a config.json's model, and the fields of it that other arguments replace, converted."""
+    takes = signature(_arguments_of_configs).parameters
+    own = checked_arguments(_arguments_of_configs, {k: v for k, v in arguments.items() if k in takes}, ref)
+    others = {k: v for k, v in arguments.items() if k not in takes}
+    if not others:
+        return own, {}
+    fields = open_config(ref)[0].fields
+    names = {name: name if name in fields or not _is_translated(ref) else FIELDS.get(name, name) for name in others}
+    changes = {
+        names[name]: converted_like(value, fields.get(names[name]), f"{ref}: {name}") for name, value in others.items()
+    }
+    return own, changes
+
+
+def config_fields(ref: str) -> dict[str, object] | None:
+    """Return the fields of the config.json of a full reference, if --set or a translation has made them; else None."""
+    path, arguments = split_reference(ref)
+    if config_of(ref) is None:
+        return None
+    changes = _arguments_of_config(path, arguments)[1]
+    return {**open_config(path)[0].fields, **changes} if changes or _is_translated(path) else None
+
+
+def _is_translated(file: str) -> bool:
+    """Return whether the fields of a configuration have other names in its file: it is one of NeMo's."""
+    path = config_file(file)
+    return path.suffix in YAML or is_nemo_bert(read_json(path))
+
+
 def _arguments_of_configs(conversations: bool = False, balance: float | None = None) -> tuple[bool, float | None]:
     """Return the arguments that a Hugging Face config.json takes.
 
-    conversations: whether its model is to train on conversations. balance: the coefficient of the balancing loss.
+    conversations: whether its model is to train on conversations. balance: the coefficient of the balancing loss. Any
+    other argument is a field of the file.
     """
     return conversations, balance
 
@@ -99,7 +133,7 @@ def _refuse_arguments(file: str, arguments: Arguments) -> None:
     if arguments:
         raise UserError(
             f"{file} is not a function, so it takes no --set {next(iter(arguments))}\n"
-            "change a config.json itself, or give a file.py with a function `-> Model`"
+            "give a file.py with a function `-> Model`"
         )
 
 
@@ -115,7 +149,7 @@ def file_name(ref: str) -> str:
     ref, arguments = split_reference(ref)
     if ref.endswith("model.json") and content_of(ref) is Content.MODEL:
         return Path(ref).parent.name
-    name = config_name(Path(ref)) if ref.endswith(".json") else hyphenated(ref.rpartition(":")[2])
+    name = config_name(Path(ref)) if ref.endswith(CONFIG_ENDINGS) else hyphenated(ref.rpartition(":")[2])
     return f"{name}{label(arguments)}"
 
 
@@ -162,10 +196,14 @@ def _pick(module: ModuleType, location: str, name: str, arguments: Arguments) ->
         if isinstance(model, Model):
             _refuse_arguments(f"{location}:{name}", arguments)
     else:
-        given = checked_arguments(model, arguments, f"{location}:{name}")
+        where = f"{location}:{name}"
+        if arguments and (family := family_of(model)):
+            model, given = with_arguments_of_family(model, family, arguments, where)
+        else:
+            given = checked_arguments(model, arguments, where)
         try:
             with neighbours_of(module.__file__):
-                model = model(**given)
+                model = model(**given) if signature(model).parameters else model()
         except (UserError, KeyboardInterrupt):
             raise
         except BaseException as error:

@@ -46,6 +46,10 @@ def read_json(path: str | os.PathLike[str], **hooks: Any) -> Any:
     return parse_json(read_text(path), **hooks)
 
 
+_SIZES = {"hidden_size", "num_layers", "num_attention_heads"}
+"""Fields by which a configuration of Megatron-LM or NeMo is known, which says no architecture."""
+
+
 class Content(Enum):
     """The kinds of JSON files, which their fields tell apart."""
 
@@ -56,7 +60,7 @@ class Content(Enum):
 
 
 def content_of(path: str | os.PathLike[str]) -> Content:
-    """Return what a file is for. Its name, white space and order of fields do not count.
+    """Return what a file is for. Its name, white space and order of fields do not count; YAML is a config.
 
     A file that is no JSON any more counts as a model if it begins as one that we wrote.
     """
@@ -72,6 +76,8 @@ def content_of(path: str | os.PathLike[str]) -> Content:
 @lru_cache(maxsize=32)
 def _content_of(path: Path, nbytes: int, mtime_ns: int) -> Content:
     del nbytes, mtime_ns  # parts of the key: a file that changes is read again
+    if path.suffix in (".yaml", ".yml"):
+        return Content.CONFIG
     try:
         data = read_whole(path)
     except OSError:
@@ -82,7 +88,7 @@ def _content_of(path: Path, nbytes: int, mtime_ns: int) -> Content:
         return Content.MODEL if data.startswith(b'{"version":') and b'"fingerprint":' in data[:200] else Content.OTHER
     if not isinstance(raw, dict):
         return Content.OTHER
-    if not raw.keys().isdisjoint(("architectures", "model_type")):
+    if not raw.keys().isdisjoint(("architectures", "model_type")) or _SIZES <= {k.replace("-", "_") for k in raw}:
         return Content.CONFIG
     if "stages" in raw or {"layout", "predicted"} <= raw.keys():
         return Content.PLAN

@@ -26,6 +26,7 @@ from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.ops.weight import INITIAL_STD
 
 from .fields import Config, rope, rotation
+from .nemo_bert import YAML, config_fields_of, is_nemo_bert, read_yaml
 from .stored_names import stored_names
 from .tensor_names import Names, checkpoint_tensors
 
@@ -102,6 +103,9 @@ def read(config: object, *, balance: float | None = None) -> Model:
 
 def open_config(config: object) -> tuple[Config, str]:
     """Return the fields of a config.json and the name for its model. Raises UserError for another kind of object."""
+    if isinstance(config, ChangedConfig):
+        opened, name = open_config(config.file)
+        return evolve(opened, fields={**opened.fields, **config.changes}), name  # `--set` has checked their names
     described = getattr(config, "config", config)  # of a model of transformers
     tensors = partial(_untied, config) if hasattr(config, "named_parameters") else tuple
     if not isinstance(config, str | Path | Mapping):
@@ -117,12 +121,27 @@ def open_config(config: object) -> tuple[Config, str]:
     assert isinstance(config, str | Path)
     path = config_file(config)
     try:
-        fields = read_json(path, object_hook=_number)
+        fields = read_yaml(path) if path.suffix in YAML else read_json(path, object_hook=_number)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}\n{WANTED}") from error
+    if is_nemo_bert(fields):
+        fields = config_fields_of(fields, str(path))
     if not isinstance(fields, dict):
         raise UserError(f"{path} is not a config.json: it must hold a JSON object")
     return Config(fields, str(path), tensors=partial(stored_names, path.parent)), config_name(path)
+
+
+@frozen
+class ChangedConfig:
+    """A config.json some of whose fields have other values."""
+
+    file: str | Path
+    changes: Mapping[str, object]
+
+
+def changed_config(file: str | Path, changes: Mapping[str, object]) -> str | Path | ChangedConfig:
+    """Return what `read` takes for a config.json with other values of some fields; without any, the file itself."""
+    return ChangedConfig(file, changes) if changes else file
 
 
 def _untied(model: Any) -> frozenset[str]:

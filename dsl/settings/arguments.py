@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from inspect import Parameter, signature
@@ -53,17 +53,20 @@ def _word(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def checked_arguments(function: Callable[..., object], arguments: Arguments, where: str) -> dict[str, Any]:
+def checked_arguments(
+    function: Callable[..., object], arguments: Arguments, where: str, *, have: Collection[str] = ()
+) -> dict[str, Any]:
     """Return arguments of a function, converted to the types of its parameters, in the order of its signature.
 
-    `where` names the function in errors. Raise UserError for an unknown name, a wrong type or a missing argument.
+    `where` names the function in errors. have: parameters that have values from elsewhere. Raise UserError for an
+    unknown name, a wrong type or a missing argument.
     """
     parameters = {name: p for name, p in signature(function).parameters.items() if p.kind in _NAMED}
     if not any(p.kind is Parameter.VAR_KEYWORD for p in signature(function).parameters.values()):
         for name in arguments:
             if name not in parameters:
                 raise UserError(_unknown(name, parameters, where))
-    if missing := [n for n, p in parameters.items() if p.default is Parameter.empty and n not in arguments]:
+    if missing := [n for n, p in parameters.items() if p.default is Parameter.empty and n not in (*arguments, *have)]:
         raise UserError(
             f"{where} needs {', '.join(missing)}: give each argument of this function a default, or a value with "
             f"--set {missing[0]}=…"
@@ -82,6 +85,22 @@ def checked_arguments(function: Callable[..., object], arguments: Arguments, whe
 
 
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+def converted_like(value: object, example: object, where: str) -> object:
+    """Return a value as the type of another one, which it is to replace; for None, what it looks like.
+
+    where: names both in errors. Raise UserError for a value of another type.
+    """
+    kind: Any = type(example) if type(example) in (bool, int, float, str, list) else Any
+    try:
+        made = _converted(value, kind)
+    except _MismatchError as wrong:
+        shown = str(value) if isinstance(value, Word) else value
+        raise UserError(f"{where} must be {wrong}, got {shown!r}") from None
+    if isinstance(example, dict) and not isinstance(made, dict):
+        raise UserError(f"{where} must be an object such as {{'factor': 2.0}}, got {str(value)!r}")
+    return made
 
 
 def _unknown(name: str, parameters: Mapping[str, Parameter], where: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from attrs import asdict, evolve
 
-from megaloom.dsl.catalog import config_of
+from megaloom.dsl.catalog import config_fields, config_of
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.graph import Model, graph
@@ -225,9 +225,11 @@ def prepare_run(
         watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)
     if corpus.tokenizer:
         shutil.copytree(corpus.tokenizer, folder / TOKENIZER_NAME, dirs_exist_ok=True)
-    config = (config_beside(weights) if weights is not None else None) or config_of(plan.model)
+    own = config_of(plan.model)
+    config = own if weights is None else config_beside(weights) or own
+    fields = config_fields(plan.model) if config and own and config.resolve() == own.resolve() else None
     other = corpus.ids == BYTE_IDS and config is not None and tokenizer_of((config.parent,)) != BYTE_IDS.name
-    keep_files(folder, config, corpus.tokenizer, beside=not other)
+    keep_files(folder, config, corpus.tokenizer, fields=fields, beside=not other)
     options = {
         "data": [_absolute(word) for word in data.sources],
         "split": data.split,

@@ -5,7 +5,9 @@ run/hugging-face/   config.json, generation and tokenizer files
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 KEPT = "hugging-face"
@@ -36,17 +38,28 @@ def copy_files(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def keep_files(run: Path, config: Path | None, tokenizer: Path | None, *, beside: bool = True) -> None:
+def keep_files(
+    run: Path,
+    config: Path | None,
+    tokenizer: Path | None,
+    *,
+    fields: Mapping[str, object] | None = None,
+    beside: bool = True,
+) -> None:
     """Copy into a run folder a config.json with the files beside it, and the files of a tokenizer's folder.
 
     A model that has no config.json keeps nothing: its tokenizer has a folder of its own.
-    beside: False if those files are of a tokenizer that the data do not have. A run that has files already keeps them.
+    fields: those of the config.json, if they are not those of its file. beside: False if the files beside it are of a
+    tokenizer that the data do not have. A run that has files already keeps them.
     """
     kept = run / KEPT
     if kept.exists() or config is None:
         return
     kept.mkdir()
-    shutil.copyfile(config, kept / CONFIG)
+    if fields is None:
+        shutil.copyfile(config, kept / CONFIG)
+    else:
+        (kept / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     if beside:
         copy_files(config.parent, kept)
     if tokenizer is not None:
