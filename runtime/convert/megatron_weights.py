@@ -16,7 +16,12 @@ from .legacy_names import LegacyModel
 from .megatron_files import megatron_tensors
 from .megatron_names import Family, family_of, is_gated, is_tied, megatron_parameters
 
-OTHER_TASKS = ("binary_head.", "pooler.")
+LEFT_OUT = {
+    Family.GPT: (),
+    Family.BERT: ("binary_head.", "pooler."),
+    Family.T5: ("position_embeddings.", "output_layer."),
+}
+"""Begins of the names of tensors that are not read: of BERT's other tasks, and those that T5Model has twice."""
 LISTED, NEAR = 5, 0.6
 PADDED = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
@@ -60,8 +65,7 @@ def read_megatron(path: Path, model: Model) -> dict[str, View]:
     tensors = megatron_tensors(path, gated=any(is_gated(n.op) for n in g.nodes), legacy=legacy)
     if is_tied(g):  # the last pipeline rank may have saved its copy of the table
         tensors = {name: view for name, view in tensors.items() if not name.endswith("output_layer.weight")}
-    if family is Family.BERT:
-        tensors = {name: view for name, view in tensors.items() if not name.startswith(OTHER_TASKS)}
+    tensors = {name: view for name, view in tensors.items() if not name.startswith(LEFT_OUT[family])}
     _check(path, model, wanted, tensors)
     found: dict[tuple[str, int | None], View] = {}
     for p in parameters:
