@@ -56,7 +56,7 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.launch.agreement import gathered
     from megaloom.runtime.samples.samples import Sample, SampleMaker
-    from megaloom.runtime.training.loop import existing_objects_frozen
+    from megaloom.runtime.training.frozen_objects import existing_objects_frozen
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10**6))
     maker, times = SampleMaker.of(engine.graph, plan.workload.seq), Times([], [])

@@ -44,7 +44,7 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
 
     `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of an example (`llama3-8b`), a
     run folder or its model.json, or a Hugging Face config.json (any other .json file, or a folder with a config.json),
-    whose arguments are its fields, `conversations` and `balance`.
+    whose arguments are its fields, `conversations` and `balance`. Megatron's BERT may be in NeMo's JSON or YAML.
     The name is that of a `Model`, or of a function that returns one. A function that is found without its name must be
     annotated with `-> Model`. Its arguments are `arguments` and those in `ref`, as in `file.py:name(layers=24)`; the
     others need defaults. The full reference has them. Raises UserError that says what would work.

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 from argparse import Namespace
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from attrs import frozen
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megaloom.dsl import Model, MoE, UserError, graph
@@ -32,6 +33,16 @@ from .megatron_files import LATEST, RELEASE, RENAMED
 from .megatron_names import Family, family_of, megatron_parameters
 
 LAYERS = "decoder.layers."
+WITH_EXTRA_STATE = (
+    "self_attention.linear_qkv",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""Modules of a layer that have a state beside their weights, with or without Transformer Engine."""
 CHECKPOINT_VERSION = 3.0
 """Megatron-LM's version of the order of rows, which is that of megatron-core."""
 
@@ -61,11 +72,14 @@ def write_megatron(
     with published(folder) as unfinished:
         inside = unfinished / about.folder_name
         inside.mkdir()
-        shapes = {name: torch.empty(view.shape, dtype=dtype, device="meta") for name, view in tensors.items()}
+        state: dict[str, Any] = {
+            name: torch.empty(view.shape, dtype=dtype, device="meta") for name, view in tensors.items()
+        }
+        state |= dict.fromkeys(_extra_states(tensors))
         writer = FileSystemWriter(inside, single_file_per_rank=True, sync_files=False, thread_count=1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
-            save(shapes, storage_writer=writer, planner=_ReadingPlanner(tensors, dtype), no_dist=True)
+            save(state, storage_writer=writer, planner=_ReadingPlanner(tensors, dtype), no_dist=True)
         iteration = about.iteration or 0
         args = Namespace(**about.arguments, ckpt_format="torch_dist", params_dtype=dtype)
         args.tensor_model_parallel_size = args.pipeline_model_parallel_size = 1
@@ -104,6 +118,14 @@ def core_tensors(model: Model, weights: Mapping[str, View]) -> dict[str, View]:
     return out | {f"{LAYERS}{name}": concatenated(views, 0) for name, views in layers.items()}
 
 
+def _extra_states(tensors: Mapping[str, View]) -> Iterator[str]:
+    """Yield the keys of what modules save beside weights, which Megatron-LM wants to find: here it is None."""
+    layers = next(view.shape[0] for name, view in tensors.items() if name.startswith(LAYERS))
+    for module in WITH_EXTRA_STATE:
+        yield from (f"{LAYERS}{module}._extra_state/shard_{i}_{layers}" for i in range(layers))
+    yield from (f"{module}._extra_state/shard_0_1" for module in ("decoder.final_layernorm", "output_layer"))
+
+
 def _stored_name(name: str) -> str:
     """Return the name of a tensor of a layer in a checkpoint: norms have those that Transformer Engine gives them."""
     for stored, plain in RENAMED.items():
@@ -119,6 +141,9 @@ class _ReadingPlanner(DefaultSavePlanner):
         super().__init__()
         self.tensors, self.dtype = tensors, dtype
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the values of a tensor."""
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        """Return the values of a tensor; None in the form of torch.save for what is no tensor."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            torch.save(None, buffer := BytesIO())
+            return buffer
         return self.tensors[write_item.index.fqn].read().to(self.dtype).contiguous()

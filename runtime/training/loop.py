@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -39,6 +38,7 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .collected_signals import collected_signals
 from .failures import ended_if_stuck
+from .frozen_objects import existing_objects_frozen
 from .initial_weights import not_finite_note, open_weights, starting_notes
 from .resuming import resume_notes
 from .run_data import empty_validation, sample_of
@@ -79,21 +79,6 @@ def train_on_rank(run: TrainingRun) -> Summary:
             display.print(f"no held-out loss: {empty}; give it a larger share, such as --split 90,10")
         with existing_objects_frozen(), collected_signals(signals):
             return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
-
-
-@contextmanager
-def existing_objects_frozen() -> Iterator[None]:
-    """Exempt the Python objects that exist now from garbage collection.
-
-    A full collection visits half a million objects of imported modules and of the engine, for 0.2 s in the middle of a
-    step (CPython 3.11 and 3.12).
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @define
