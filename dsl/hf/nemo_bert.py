@@ -38,7 +38,7 @@ FIELDS = {
 }
 """Names of Megatron-LM and NeMo, with underscores, and their fields of a config.json."""
 
-REQUIRED = ("hidden_size", "num_layers", "num_attention_heads")
+IDENTIFYING = ("hidden_size", "num_layers", "num_attention_heads")
 DEFAULTS = {"model_type": "megatron-bert", "architectures": ["MegatronBertForMaskedLM"], "layer_norm_eps": 1e-5}
 """What NeMo's BERT always is, and Megatron-LM's epsilon."""
 PATH = ("model", "language_model", "config")
@@ -49,7 +49,7 @@ def is_nemo_bert(raw: object) -> bool:
     """Return whether contents of a file are a configuration of this kind."""
     if not isinstance(raw, Mapping) or not raw.keys().isdisjoint(("architectures", "model_type")):
         return False
-    return {*REQUIRED} <= {_plain(name) for name in _inside(raw)}
+    return {*IDENTIFYING} <= {_plain(name) for name in _inside(raw)}
 
 
 def config_fields_of(raw: Mapping[str, Any], where: str) -> dict[str, object]:

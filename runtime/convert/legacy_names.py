@@ -62,7 +62,7 @@ PROJECTIONS_FIRST, PROJECTIONS_LAST, CURRENT = 0, 1, (2, 3)
 
 @frozen
 class LegacyModel:
-    """What the names do not say of a model: its family, and the number of its attention heads."""
+    """The family of a model and the number of its attention heads, which the names in a checkpoint do not say."""
 
     family: Family
     heads: int
@@ -73,7 +73,7 @@ def is_legacy(weights: Mapping[str, Any]) -> bool:
     return any(name == LEGACY or name.startswith(f"{LEGACY}.") for name in weights)
 
 
-def core_tensors(weights: Mapping[str, Any], version: object, model: LegacyModel, tp: int) -> dict[str, Tensor]:
+def tensors_of_rank(weights: Mapping[str, Any], version: object, model: LegacyModel, tp: int) -> dict[str, Tensor]:
     """Return the tensors of a rank by the names of megatron-core, rows of attention in megatron-core's order.
 
     version: the checkpoint_version of its file. Names that are not known stay as they are. Raise UserError for an

@@ -24,7 +24,7 @@ from megaloom.runtime.checkpoints.checkpoint_views import tensor_views
 from megaloom.runtime.weights.safe_pickle import METADATA, load_tensors
 from megaloom.runtime.weights.views import View, concatenated, held
 
-from .legacy_names import LEGACY, LegacyModel, core_tensors, is_legacy
+from .legacy_names import LEGACY, LegacyModel, is_legacy, tensors_of_rank
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # stands for an iteration in checkpoints of others' models
@@ -184,7 +184,7 @@ def _weights(
                 "give its config.json: megaloom convert FOLDER --to hf --config config.json"
             )
         try:
-            return core_tensors(weights, contents.get("checkpoint_version", 0), legacy, tp)
+            return tensors_of_rank(weights, contents.get("checkpoint_version", 0), legacy, tp)
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
     if not isinstance(weights, Mapping):

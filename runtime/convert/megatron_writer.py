@@ -32,7 +32,7 @@ from .hugging_face import published
 from .megatron_files import LATEST, RELEASE, RENAMED
 from .megatron_names import Family, family_of, megatron_parameters
 
-LAYERS = "decoder.layers."
+STACK = "decoder.layers."
 WITH_EXTRA_STATE = (
     "self_attention.linear_qkv",
     "self_attention.core_attention",
@@ -49,7 +49,7 @@ CHECKPOINT_VERSION = 3.0
 
 @frozen
 class MegatronCheckpoint:
-    """What is written beside the weights: the arguments of Megatron-LM, and the iteration; None for a release."""
+    """The arguments of Megatron-LM that are written beside weights, and the iteration; None for a release."""
 
     arguments: Mapping[str, object]
     iteration: int | None
@@ -68,7 +68,7 @@ def write_megatron(
     weights: by the names of `graph(model).weights`; read tensor by tensor. Raise UserError for a model that is no dense
     GPTModel, and if the folder exists.
     """
-    tensors = core_tensors(model, weights)
+    tensors = stacked_tensors(model, weights)
     with published(folder) as unfinished:
         inside = unfinished / about.folder_name
         inside.mkdir()
@@ -91,7 +91,7 @@ def write_megatron(
     return len(tensors)
 
 
-def core_tensors(model: Model, weights: Mapping[str, View]) -> dict[str, View]:
+def stacked_tensors(model: Model, weights: Mapping[str, View]) -> dict[str, View]:
     """Return the tensors of a checkpoint of GPTModel by their names: those of layers as one tensor [layers …]."""
     g = graph(model)
     if family_of(g) is not Family.GPT or any(isinstance(n.op, MoE) for n in g.nodes):
@@ -110,19 +110,19 @@ def core_tensors(model: Model, weights: Mapping[str, View]) -> dict[str, View]:
     layers: dict[str, list[View]] = {}
     for p in megatron_parameters(g):
         view = with_readers(p.expression, reader)
-        if p.name.startswith(LAYERS):
-            _, _, rest = p.name.removeprefix(LAYERS).partition(".")
+        if p.name.startswith(STACK):
+            _, _, rest = p.name.removeprefix(STACK).partition(".")
             layers.setdefault(_stored_name(rest), []).append(view.unsqueeze(0))
         else:
             out[p.name] = view
-    return out | {f"{LAYERS}{name}": concatenated(views, 0) for name, views in layers.items()}
+    return out | {f"{STACK}{name}": concatenated(views, 0) for name, views in layers.items()}
 
 
 def _extra_states(tensors: Mapping[str, View]) -> Iterator[str]:
     """Yield the keys of what modules save beside weights, which Megatron-LM wants to find: here it is None."""
-    layers = next(view.shape[0] for name, view in tensors.items() if name.startswith(LAYERS))
+    layers = next(view.shape[0] for name, view in tensors.items() if name.startswith(STACK))
     for module in WITH_EXTRA_STATE:
-        yield from (f"{LAYERS}{module}._extra_state/shard_{i}_{layers}" for i in range(layers))
+        yield from (f"{STACK}{module}._extra_state/shard_{i}_{layers}" for i in range(layers))
     yield from (f"{module}._extra_state/shard_0_1" for module in ("decoder.final_layernorm", "output_layer"))
 
 

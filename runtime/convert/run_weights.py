@@ -20,7 +20,7 @@ from megaloom.runtime.weights.views import View
 
 from .adapters import with_merged_adapters
 
-LISTED = 5
+NAMED = 5
 """Weights that a message names."""
 
 
@@ -82,13 +82,13 @@ def _differing(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> list[s
     missing, unknown = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
     lines = []
     for what, names, shapes, others in (("missing", missing, ours, unknown), ("unknown", unknown, theirs, missing)):
-        for name in names[:LISTED]:
+        for name in names[:NAMED]:
             near = get_close_matches(name, others, 1)
             lines.append(f"{what}: {name} {shapes[name]}" + (f"; the nearest is {near[0]}" if near else ""))
-        lines += [f"and {len(names) - LISTED} more are {what}"] if len(names) > LISTED else []
+        lines += [f"and {len(names) - NAMED} more are {what}"] if len(names) > NAMED else []
     other = [n for n in ours if n in theirs and _sizes(ours[n]) != _sizes(theirs[n])]
-    lines += [f"{name} is {theirs[name]}, not {ours[name]}" for name in other[:LISTED]]
-    return lines + ([f"and {len(other) - LISTED} more have another shape"] if len(other) > LISTED else [])
+    lines += [f"{name} is {theirs[name]}, not {ours[name]}" for name in other[:NAMED]]
+    return lines + ([f"and {len(other) - NAMED} more have another shape"] if len(other) > NAMED else [])
 
 
 def _sizes(shape: Shape) -> list[int]:

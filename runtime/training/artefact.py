@@ -26,7 +26,7 @@ from .run_folder import MODEL_FILE, OPTIONS_NAME, PLAN_NAME, TOKENIZER_NAME, loa
 
 ARTEFACT_VERSION = 1
 HEAD_NAME = "artefact.json"
-SUFFIX = ".megaloom"
+PACKED_SUFFIX = ".megaloom"
 PACKED = re.compile(
     r"[A-Za-z0-9_][\w.-]*|(tokenizer|hugging-face|step-\d{6,}(-epoch-\d+)?(-loss-[\w.]+)?)/\.?[A-Za-z0-9_][\w.-]*",
     re.ASCII,
@@ -86,7 +86,7 @@ def opened(run: Path) -> Iterator[Path]:
 
 def is_packed(path: Path) -> bool:
     """Return whether a file is a packed run by its name or contents."""
-    return path.is_file() and (path.suffix == SUFFIX or zipfile.is_zipfile(path))
+    return path.is_file() and (path.suffix == PACKED_SUFFIX or zipfile.is_zipfile(path))
 
 
 def unpack(artefact: Path, folder: Path, advice: str = "give another folder") -> Path:

@@ -73,11 +73,13 @@ def evaluate_run(
         if count is not None and count < 1:
             raise UserError(f"--{name} must be at least 1, got {count}")
     with opened(folder) as run:
-        return _evaluate(run, sources, part, split, Reading(batches, micro_batch), averaged=averaged, timeout=timeout)
+        return _evaluate(
+            run, sources, part, split, ReadBatches(batches, micro_batch), averaged=averaged, timeout=timeout
+        )
 
 
 @frozen
-class Reading:
+class ReadBatches:
     """The number of global batches that an evaluation reads, None for all, and the sequences per micro-batch."""
 
     batches: int | None
@@ -89,7 +91,7 @@ def _evaluate(
     sources: Sequence[str],
     part: str | None,
     split: str | None,
-    reading: Reading,
+    reading: ReadBatches,
     *,
     averaged: bool,
     timeout: float | None,
@@ -123,7 +125,7 @@ def _trained(folder: Path, *, averaged: bool) -> tuple[Plan, Model, Checkpoint]:
 
 
 def _evaluate_on_rank(
-    plan: Plan, folder: Path, texts: list[EvaluatedText], reading: Reading, averaged: bool
+    plan: Plan, folder: Path, texts: list[EvaluatedText], reading: ReadBatches, averaged: bool
 ) -> RunEvaluation:
     """Return step and losses of the newest checkpoint that is not damaged. They are equal on all ranks."""
     from megaloom.runtime.checkpoints import checkpoint  # imports megatron-core, as does the next

@@ -27,7 +27,7 @@ from megaloom.runtime.training.run_folder import is_run, no_checkpoint, plan_and
 from megaloom.runtime.weights.given import is_megatron, open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
-LONGEST_SEQ = 4096
+UNLIMITED_SEQ = 4096
 """Tokens per sequence that are written for a model without learned positions."""
 
 
@@ -57,7 +57,7 @@ def run_convert(
 
 @frozen
 class Written:
-    """What `convert` writes: the form, the folder, the config.json of the model, the precision, bytes of a file."""
+    """The options of `convert`: the form, the folder, the config.json of the model, the precision, bytes of a file."""
 
     to: str
     output: Path
@@ -106,7 +106,7 @@ def _convert_hugging_face(folder: Path, asked: Written) -> None:
     given.check(model)
     weights = given.of(model)
     dtype = next(iter(weights.values())).dtype if asked.precision is None else DTYPES[asked.precision]
-    seq = longest(graph(model)).get("seq", LONGEST_SEQ)
+    seq = longest(graph(model)).get("seq", UNLIMITED_SEQ)
     about = MegatronCheckpoint(_arguments(model, seq, VOCAB_MULTIPLE), None)
     print_on_first_rank(
         _wrote_megatron(asked.output, write_megatron(model, weights, asked.output, dtype, about), dtype, model)

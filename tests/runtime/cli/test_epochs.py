@@ -63,7 +63,7 @@ def check_tensors(capfd: pytest.CaptureFixture[str]) -> None:
         assert main(["show", path, "--tensors"]) == 0
         listed.append(capfd.readouterr().out.splitlines())
     assert listed[0] == listed[1]
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in listed[0]}
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in listed[0] if line}
     assert rows["mlp.0.up"] == rows["exp_avg.mlp.0.up"] == "[32, 64] float32"
     assert main(["show", "a", "--tensors", "--svg", "a.svg"]) == 2
     assert "--svg has no effect with --tensors" in capfd.readouterr().err
