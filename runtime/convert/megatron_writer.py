@@ -142,8 +142,8 @@ class _ReadingPlanner(DefaultSavePlanner):
         self.tensors, self.dtype = tensors, dtype
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """Return the values of a tensor; None in the form of torch.save for what is no tensor."""
+        """Return the values of a tensor; for an extra state None, in a list, as megatron-core saves objects."""
         if write_item.type is WriteItemType.BYTE_IO:
-            torch.save(None, buffer := BytesIO())
+            torch.save([None], buffer := BytesIO())
             return buffer
         return self.tensors[write_item.index.fqn].read().to(self.dtype).contiguous()
