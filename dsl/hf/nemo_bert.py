@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import read_text
@@ -45,7 +45,7 @@ PATH = ("model", "language_model", "config")
 """Tables of a YAML file in which the fields stand, from the outside."""
 
 
-def is_nemo_bert(raw: object) -> bool:
+def is_nemo_bert(raw: object) -> TypeGuard[Mapping[str, Any]]:
     """Return whether contents of a file are a configuration of this kind."""
     if not isinstance(raw, Mapping) or not raw.keys().isdisjoint(("architectures", "model_type")):
         return False

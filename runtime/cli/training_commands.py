@@ -118,8 +118,8 @@ def train_by_plan(
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     options["distributed_timeout_minutes"] = distributed_timeout_minutes
     arguments = model_arguments(words, settings)
-    options |= {"evaluation": evaluation, "watching": watching}
-    return run_train(model, arguments, load, options, recipe, fixed, adapters)
+    groups = {"evaluation": evaluation, "watching": watching}
+    return run_train(model, arguments, load, {**options, **groups}, recipe, fixed, adapters)
 
 
 @unwrap_help

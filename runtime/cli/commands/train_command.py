@@ -84,10 +84,10 @@ def run_train(
     """
     weights = options["weights"]
     with nullcontext() if weights is None else opened(weights) as folder:
-        anew = model is None and folder is not None and is_run(folder)
-        if anew and options["out"] is None:
-            options = {**options, "out": Path("runs") / f"from-{folder.resolve().name}"}
-        options = {**options, "weights": folder}
+        options, anew = {**options, "weights": folder}, False
+        if model is None and folder is not None and is_run(folder):
+            anew = True
+            options["out"] = options["out"] or Path("runs") / f"from-{folder.resolve().name}"
         return _train(chosen_model(model, folder), arguments, load_options, options, recipe, fixed, adapters, anew=anew)
 
 
