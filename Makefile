@@ -2,11 +2,20 @@
 VENV := .venv
 BIN := $(VENV)/bin
 FOLDERS := dsl planner runtime examples
+NEEDS := Python 3.11, 3.12 or 3.13 (megatron-core has no wheel for others)
+NAMED = make $(MAKECMDGOALS) PYTHON=/path/to/python3.12
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 # The Python to build $(VENV) from: PYTHON=..., or the first of these for which megatron-core has a wheel (3.11 to 3.13).
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
     $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+
+# A Python of a given release, as a command or of pyenv; empty if there is none.
+python_of = $(shell for p in python$(1) $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python; do \
+    $$p -c 'import sys; sys.exit(sys.version_info[:2] != tuple(map(int, "$(1)".split("."))))' 2>/dev/null && echo $$p && break; done)
+
+PYTHON312 ?= $(call python_of,3.12)
+PYTHON313 ?= $(call python_of,3.13)
 
 # Where that Python keeps a torch that drives this machine's GPUs, if it has one. Such a torch was built for the driver,
 # NCCL and Transformer Engine at hand, so we use it, whatever its version. Elsewhere the pinned torch is installed.
@@ -14,7 +23,7 @@ OWN_TORCH ?= $(shell $(PYTHON) -c 'import pathlib, torch; assert torch.cuda.is_a
     print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types light unit parity faults fuzz findings format clean .venv
+.PHONY: help train test lint types light unit newest parity faults fuzz findings format clean .venv .venv-newest .venv-newest-3.13
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,8 +46,21 @@ types: .venv  ## mypy, strict for dsl, planner and examples
 unit: .venv  ## pytest alone (ARGS="-n0 -k ..." for options)
 	$(BIN)/python -m pytest $(ARGS)
 
-light: .venv  ## build the wheel, install it without torch into a fresh environment, and plan there
-	@$(BIN)/python -m tests.support.light
+light: .venv  ## build the wheel, install it without torch into fresh environments (also Python 3.12 to 3.14, if here), and plan there
+	@$(BIN)/python -m tests.support.light $(PYTHON312) $(PYTHON313) $(call python_of,3.14)
+
+# Python 3.12 and later have the newest megatron-core (constraints.txt). These environments have torch for CUDA: 5 GB each.
+newest: .venv .venv-newest .venv-newest-3.13  ## slow: all tests with the newest megatron-core (Python 3.12, 3.13), and its runs beside 0.16.1's
+	$(MAKE) --no-print-directory VENV=.venv-newest unit
+	$(BIN)/python -m tests.support.two_releases $(BIN) .venv-newest/bin
+	$(MAKE) --no-print-directory VENV=.venv-newest-3.13 train ARGS="--steps 5 --out $$(mktemp -d)/run"
+	$(MAKE) --no-print-directory VENV=.venv-newest-3.13 unit ARGS="-n0 tests/runtime/engine/test_parity.py -k '(corrected and PP2) or (VPP2 and groups)'"
+
+.venv-newest:
+	@$(MAKE) --no-print-directory VENV=$@ PYTHON="$(PYTHON312)" NEEDS="Python 3.12" NAMED="make newest PYTHON312=/path/to/python3.12" .venv
+
+.venv-newest-3.13:
+	@$(MAKE) --no-print-directory VENV=$@ PYTHON="$(PYTHON313)" NEEDS="Python 3.13" NAMED="make newest PYTHON313=/path/to/python3.13" .venv
 
 parity: .venv  ## slow campaigns: golden predictions, families x layouts, 500 drawn layouts (continues where it stopped)
 	$(BIN)/python -m tests.support.golden --check
@@ -59,7 +81,7 @@ format: .venv  ## rewrite the sources as lint wants them
 	$(BIN)/python -m ruff format .
 
 clean:  ## remove everything that make made; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # pip compiles on one core, a third of the whole installation: compileall does so on all.
@@ -73,8 +95,8 @@ $(VENV)/packages/megaloom: | $(VENV)/.ready
 	@mkdir -p $@ && ln -sfn $(FOLDERS:%=../../../%) $@
 
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt
-	@test -n "$(PYTHON)" || { echo "make needs Python 3.11, 3.12 or 3.13 (megatron-core has no wheel for others) and found none." \
-	    "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "make needs $(NEEDS) and found none." \
+	    "Install one, or name it: $(NAMED)" >&2; exit 1; }
 	@echo "Installing into $(VENV) with $(PYTHON) (once; a minute, or several where torch comes with CUDA)"
 	@test ! -e $(VENV)/.installing || rm -rf $(VENV)
 	@mkdir -p $(VENV) && touch $(VENV)/.installing && rm -f $@

@@ -20,10 +20,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megaloom.dsl.graph import Graph
 from megaloom.runtime.launch.agreement import agreed
@@ -38,7 +36,7 @@ from .checkpoint_folder import (
 )
 from .errors import checkpoint_errors
 from .manifest import Manifest
-from .shard_writer import ShardWriter
+from .shard_writer import PlannedSave, ShardWriter
 
 
 class Stateful(Protocol):
@@ -74,7 +72,7 @@ class Pending:
     space: Space
     started: float  # time.monotonic()
     writer: ShardWriter
-    request: AsyncRequest
+    save: PlannedSave
     written: Future[None]
     stall_seconds: float
 
@@ -110,17 +108,11 @@ class Saver:
         with self._removed_on_failure(unfinished):
             self._agreed(manifest, space, lambda: self._prepare(unfinished, space))
             with checkpoint_errors(lambda error: self._message(manifest, space, error)):
-                request = dist_checkpointing.save(
-                    state,
-                    str(unfinished),
-                    writer,
-                    async_sharded_save=True,
-                    validate_access_integrity=not self.validated,  # equal for all steps
-                )
+                save = writer.plan(state, unfinished, validate=not self.validated)  # its outcome is equal for all steps
         self.validated = True
-        written = self.thread.submit(request.async_fn) if self.asynchronous else _called(request.async_fn)
+        written = self.thread.submit(save.write) if self.asynchronous else _called(save.write)
         stall = time.monotonic() - started
-        self.pending = Pending(manifest, unfinished, space, started, writer, request, written, stall)
+        self.pending = Pending(manifest, unfinished, space, started, writer, save, written, stall)
 
     def finish(self) -> Saved | None:
         """Wait until all ranks have written, give the folder its name, and remove checkpoints that are not kept.
@@ -136,8 +128,7 @@ class Saver:
         with self._removed_on_failure(pending.unfinished):
             self._agreed(manifest, space, pending.written.result)
             with checkpoint_errors(lambda error: self._message(manifest, space, error)):
-                for finalize in pending.request.finalize_fns:
-                    finalize()
+                pending.save.finish()
             checksums = _gathered(pending.writer.checksums)
             self._agreed(manifest, space, lambda: self._publish(pending.unfinished, folder, manifest, checksums))
         now = time.monotonic()

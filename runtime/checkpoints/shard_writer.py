@@ -7,14 +7,18 @@ collective.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from attrs import define, field, frozen
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as mcore
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
@@ -24,35 +28,56 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megaloom.runtime.megatron import device
+from megaloom.runtime.weights.safe_pickle import COMMON
 
 from .checkpoint_folder import crc32_of
 
 Shards = dict[str, list[ShardedBase]]
 
 
-class ShardWriter(mcore.TorchDistSaveShardedStrategy):
-    """Save strategy in which each rank writes its own file, and no rank starts a process.
+@frozen(eq=False)
+class PlannedSave:
+    """A save that all ranks have planned: it is to be written, and then finished."""
 
-    asynchronous: `async_save` copies the shards to host memory, so that training may change them during the write.
+    write: Callable[[], None]  # writes this rank's shards; calls nothing collective
+    finish: Callable[[], None]  # writes what all ranks have together; every rank calls it, after all have written
+
+
+@define(eq=False)
+class ShardWriter:
+    """Saves a sharded state so that each rank writes its own file, and no rank starts a process.
+
+    The files are those of megatron-core 0.16.1, whichever release is installed, so that any can continue a run: later
+    ones save what is not sharded as a tensor `common_state`, which 0.16.1 does not look for, and read `common.pt` too.
+
+    asynchronous: `plan` copies the shards to host memory, so that training may change them during the write.
     """
 
-    def __init__(self, *, asynchronous: bool) -> None:
-        super().__init__("torch_dist", 1)
-        self.asynchronous = asynchronous
-        self.checksums: dict[str, int] = {}  # of the files that this rank has written, by name
+    asynchronous: bool
+    checksums: dict[str, int] = field(factory=dict, init=False)  # of the files that this rank has written, by name
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
-        """Return the request whose `async_fn` writes this rank's shards. Every rank calls it.
+    def plan(self, state: dict[str, Any], folder: Path, *, validate: bool) -> PlannedSave:
+        """Return the save of a state into an empty folder. Every rank calls it.
 
-        Once all ranks have written, every rank calls the request's `finalize_fns`.
+        validate: check that the shards of all ranks are each tensor once.
         """
-        shards, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        sharded, common = save_preprocess(state, validate)
+        if not dist.get_rank():
+            torch.save(common, folder / COMMON)
+        shards, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         if self.asynchronous:
             shards = _host_copies(shards)
-        writer = PlannedWriter(checkpoint_dir, self.checksums)
+        writer = PlannedWriter(folder, self.checksums)
         planner = mcore.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planned, *_ = save_state_dict_async_plan(mcore.mcore_to_pyt_state_dict(shards), writer, planner=planner)
-        return AsyncRequest(writer.write, (), [lambda: save_state_dict_async_finalize(*planned)])
+
+        def finish() -> None:
+            save_state_dict_async_finalize(*planned)
+            if not dist.get_rank():
+                save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+            dist.barrier()
+
+        return PlannedSave(writer.write, finish)
 
 
 class PlannedWriter(FileSystemWriter):
@@ -92,7 +117,7 @@ def _host_copies(shards: Shards) -> Shards:
 
 def _host_copy(shard: ShardedBase) -> ShardedBase:
     if not isinstance(shard, ShardedTensor):
-        return shard  # an object, which is pickled before `async_save` returns
+        return shard  # an object, which is pickled before `plan` returns
     data = shard.data.detach()
     if device.gpu_count() and data.is_pinned():
         return shard  # a copy already, gathered from a sharded optimizer

@@ -29,6 +29,7 @@ from megaloom.planner.rules.capabilities import precision_refusal, untrainable
 from megaloom.planner.rules.shared_weights import sharing_refusal, stored_by_rows
 
 from .process_groups import ProcessGroups
+from .releases import no_cuda_graphs
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
@@ -141,7 +142,7 @@ def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
-        "cuda_graph_scope": [],  # the default prints a deprecation warning
+        **no_cuda_graphs(),
     }
 
 

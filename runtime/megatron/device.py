@@ -10,12 +10,14 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import logging
 import os
 import re
 import resource
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,6 +124,7 @@ def prepare() -> None:
     """Import megatron-core so that it runs on this machine's devices, with or without CUDA. Idempotent."""
     assert gpu_count() or "megatron.core" not in sys.modules, "megatron-core was imported before device.prepare()"
     _silence_warnings()
+    os.environ.setdefault("NO_VCS_VERSION", "1")  # or importing megatron-core 0.18 and later calls git
     if gpu_count():
         # Overlap of tensor- and context-parallel collectives needs kernels to run in launch order: before Blackwell,
         # one connection. It has no effect once CUDA has started, so `launcher` sets it too.
@@ -137,7 +140,10 @@ def prepare() -> None:
             torch.compile = compile_
         cpu_shim.finish()
         importlib.import_module("torch._dynamo")  # torch's optimizers import it: once, for all ranks that are forked
-    _without_transformer_engine()
+    from . import releases  # which needs megatron-core
+
+    releases.define_missing_names()
+    releases.avoid_compiler()
 
 
 def _uncompiled(function: Any = None, **kwargs: Any) -> Any:
@@ -170,7 +176,7 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 def _silence_warnings() -> None:
-    """Silence warnings of megatron-core 0.16.1 that no user can act on."""
+    """Silence warnings of torch and megatron-core that no user can act on."""
     for category, message in (
         (UserWarning, "(Transformer Engine and )?Apex (is|are) not installed"),  # optional
         (UserWarning, r"barrier\(\): using the device under current context"),  # `rank` has set it
@@ -182,14 +188,17 @@ def _silence_warnings() -> None:
         (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),  # the distributed optimizer's shards
         (FutureWarning, "`load_state_dict` is deprecated"),  # by torch, in dist_checkpointing
         (DeprecationWarning, "The following imports from `dynamic_context.py`"),  # one of its own imports
+        (UserWarning, "MimoModelConfig is experimental"),  # its optimizers import it; not used here
         (FutureWarning, r"`torch\.distributed\.\w+` is deprecated\. Please use"),  # it runs on older torch too
     ):
         warnings.filterwarnings("ignore", message, category)
+    for logger, message in (
+        ("torch.utils.cpp_extension", "No CUDA runtime is found"),  # torch for CUDA on a machine without
+        ("megatron.core.distributed.distributed_data_parallel", "full_param_layout not provided"),  # computed, then
+    ):
+        logging.getLogger(logger).addFilter(partial(_is_other_message, message))
 
 
-def _without_transformer_engine() -> None:
-    """Define a name that megatron-core 0.16.1 reads but never sets if Transformer Engine is missing."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # read at moe_utils.py:1192
+def _is_other_message(message: str, record: logging.LogRecord) -> bool:
+    """Return whether a log record does not contain a message."""
+    return message not in record.getMessage()

@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import attention, mlp
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -150,11 +151,13 @@ class SelfAttention(attention.SelfAttention):
     def __init__(
         self, op: Attention, context: BuildContext, config: TransformerConfig, norms: tuple[nn.Module, ...]
     ) -> None:
-        parts = attention.SelfAttentionSubmodules(ColumnParallelLinear, CoreAttention, RowParallelLinear)
+        # megatron-core 0.18 and later make Transformer Engine's norms of queries and keys unless there are others.
+        parts = attention.SelfAttentionSubmodules(
+            ColumnParallelLinear, CoreAttention, RowParallelLinear, q_layernorm=IdentityOp, k_layernorm=IdentityOp
+        )
         mask = AttnMaskType.causal if op.causal else AttnMaskType.no_mask
         super().__init__(config, parts, 1, mask, pg_collection=context.groups.collection)
-        if norms:
-            self.q_layernorm, self.k_layernorm = norms
+        self.q_layernorm, self.k_layernorm = norms or (None, None)
         rope = rope_of(op)
         self.angles = None if rope is None else rotary_angles(config.kv_channels, rope, context.groups)
         self.seq = context.seq

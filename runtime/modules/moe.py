@@ -68,8 +68,8 @@ class Router(TopKRouter):
     It counts the tokens of each expert, from which each step moves the corrections of the scores.
     """
 
-    def __init__(self, op: MoE, config: TransformerConfig, pg_collection: Any) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(self, op: MoE, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(config, **options)
         self.op = op
         self.balancing: Balancing | None = None  # of the micro-batch that runs
         self.bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if op.bias else None

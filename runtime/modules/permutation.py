@@ -14,6 +14,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from megaloom.runtime.megatron.fused_loss import compiled
+from megaloom.runtime.megatron.releases import results_of_permute
 
 
 @frozen(eq=False)
@@ -30,21 +31,22 @@ def permute(
     num_out_tokens: int | Tensor | None = None,
     fused: bool = False,
     drop_and_pad: bool = False,
-) -> tuple[Tensor, Tensor | None, Permutation | Tensor]:
+    **rest: Any,
+) -> tuple[Any, ...]:
     """Return the copies of tokens [tokens, embed] in the order of their experts, their probabilities, and that order.
 
     It has the arguments of megatron-core's function, which it calls where tokens may have fewer than `top_k` experts:
     where the number of copies is a tensor. routing_map: True for the experts of each token, [tokens, experts].
     """
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
-        found: tuple[Tensor, Tensor | None, Tensor] = moe_utils.permute(
-            tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad
+        found: tuple[Any, ...] = moe_utils.permute(
+            tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **rest
         )
         return found
     by_expert = routing_map.T.contiguous()
     index = torch.arange(len(tokens), device=tokens.device).expand_as(by_expert).masked_select(by_expert)
     chosen = None if probs is None else probs.T.contiguous().masked_select(by_expert)
-    return _Copies.apply(tokens, index), chosen, Permutation(index)
+    return results_of_permute(_Copies.apply(tokens, index), chosen, Permutation(index))
 
 
 def unpermute(copies: Tensor, order: Permutation | Tensor, restore_shape: torch.Size, **rest: Any) -> Tensor:

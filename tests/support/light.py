@@ -1,7 +1,7 @@
 """Tries the installation of those who only plan: `pip install megaloom`, without torch.
 
-`python -m tests.support.light` builds the wheel, installs it with its dependencies into a fresh environment, and runs
-the commands that need no torch there, and one that does.
+`python -m tests.support.light [PYTHON ...]` builds the wheel, installs it with its dependencies into a fresh
+environment of this Python and of each other one, and runs the commands that need no torch there, and one that does.
 """
 
 import shutil
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from pathlib import Path
 
 from tests.support.paths import ROOT
@@ -23,14 +22,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel = _wheel(folder)
-        started = time.monotonic()
-        venv.create(folder / "env", with_pip=False)
-        python = folder / "env" / "bin" / "python"
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--disable-pip-version-check"]
-        _run(*pip, "-c", str(CONSTRAINTS), str(wheel))
-        seconds = time.monotonic() - started
-        _try(python.parent, folder)
-        print(f"light installation: {wheel.name} in {seconds:.0f} s; plan, show and export work without torch")
+        for i, python in enumerate((sys.executable, *sys.argv[1:])):
+            started = time.monotonic()
+            programs = _installed(wheel, python, folder / f"env-{i}")
+            seconds, version = time.monotonic() - started, _run(str(programs / "python"), "--version").strip()
+            _try(programs, folder)
+            print(f"{version}: {wheel.name} in {seconds:.0f} s; plan, show and export work without torch", flush=True)
+
+
+def _installed(wheel: Path, python: str, environment: Path) -> Path:
+    """Install the wheel into an environment of a Python, and return the folder of its programs."""
+    _run(python, "-m", "venv", "--without-pip", str(environment))
+    programs = environment / "bin"
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "-q"]
+    _run(*pip, "--disable-pip-version-check", "-c", str(CONSTRAINTS), str(wheel))
+    return programs
 
 
 def _wheel(folder: Path) -> Path:

@@ -21,7 +21,7 @@ def there_and_back(functions, x: Tensor, scores: Tensor, top_k: int) -> tuple[Te
     """Return copies and sums of tokens, and the gradients of tokens and scores."""
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.detach().topk(top_k).indices, True)
-    copies, probs, order = functions.permute(x, chosen, scores, num_out_tokens=TOKENS * top_k)
+    copies, probs, order, *_ = functions.permute(x, chosen, scores, num_out_tokens=TOKENS * top_k)
     y = functions.unpermute(copies.square() * probs[:, None], order, x.shape, routing_map=chosen)
     return copies.detach(), y.detach(), *torch.autograd.grad((y * torch.arange(EMBED)).sum(), (x, scores))
 
@@ -38,7 +38,7 @@ def test_copies_and_sums_are_megatron_cores(top_k: int) -> None:
 
 def test_tokens_with_a_capacity_are_permuted_by_megatron_core() -> None:
     chosen = torch.tensor([[True, False], [True, True], [False, False]])
-    copies, _, order = permutation.permute(torch.eye(3), chosen, num_out_tokens=chosen.sum())
+    copies, _, order, *_ = permutation.permute(torch.eye(3), chosen, num_out_tokens=chosen.sum())
     assert isinstance(order, Tensor)
     assert permutation.unpermute(copies, order, torch.Size([3, 3])).tolist() == [[1, 0, 0], [0, 2, 0], [0, 0, 0]]
 
