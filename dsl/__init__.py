@@ -20,6 +20,7 @@ from megaloom.dsl.layers.losses import (
     MaskedToken,
     NextToken,
     SequenceToSequence,
+    TokenClassification,
     WeightedSum,
     weighted_sum,
 )
@@ -183,6 +184,7 @@ __all__ = [
     "StackLosses",
     "Sum",
     "SwiGLU",
+    "TokenClassification",
     "Unembed",
     "UserError",
     "Value",

@@ -34,6 +34,7 @@ from .neighbours import neighbours_of
 from .settings.arguments import Arguments, checked_arguments, converted_like
 from .settings.family import family_of, with_arguments_of_family
 from .settings.reference import label, split_reference, with_arguments
+from .transforms.packing import packed
 
 CONFIG_ENDINGS = (".json", *YAML)
 SUGGESTIONS = 8  # names of similar models that the error for an unknown model lists
@@ -44,10 +45,11 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
 
     `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of an example (`llama3-8b`), a
     run folder or its model.json, or a Hugging Face config.json (any other .json file, or a folder with a config.json),
-    whose arguments are its fields, `conversations` and `balance`. Megatron's BERT may be in NeMo's JSON or YAML.
-    The name is that of a `Model`, or of a function that returns one. A function that is found without its name must be
-    annotated with `-> Model`. Its arguments are `arguments` and those in `ref`, as in `file.py:name(layers=24)`; the
-    others need defaults. The full reference has them. Raises UserError that says what would work.
+    whose arguments are its fields, `conversations`, `padded` and `balance`. Megatron's BERT may be in NeMo's JSON or
+    YAML. The name is that of a `Model`, or of a function that returns one. A function that is found without its name
+    must be annotated with `-> Model`. Its arguments are `arguments` and those in `ref`, as in
+    `file.py:name(layers=24)`; the others need defaults. The full reference has them. Raises UserError that says what
+    would work.
     """
     ref, own = split_reference(ref)
     arguments = {**own, **arguments}
@@ -57,7 +59,7 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
     if ref.endswith(CONFIG_ENDINGS) or (isfile(join(ref, "config.json")) and ref not in examples()):
         own, changes = _arguments_of_config(ref, arguments)
         model = read(changed_config(ref, changes), balance=own.get("balance"))
-        model = for_conversations(model) if own.get("conversations") else model
+        model = for_conversations(model) if own.get("conversations") else packed(model) if own.get("padded") else model
         return model, with_arguments(str(config_file(ref).resolve()), {**changes, **own})
     location, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
     if location.endswith(".py"):
@@ -114,13 +116,16 @@ def _is_translated(file: str) -> bool:
     return path.suffix in YAML or is_nemo_bert(read_json(path))
 
 
-def _arguments_of_configs(conversations: bool = False, balance: float | None = None) -> tuple[bool, float | None]:
+def _arguments_of_configs(
+    conversations: bool = False, padded: bool = False, balance: float | None = None
+) -> tuple[bool, bool, float | None]:
     """Return the arguments that a Hugging Face config.json takes.
 
-    conversations: whether its model is to train on conversations. balance: the coefficient of the balancing loss. Any
-    other argument is a field of the file.
+    conversations: whether its model is to train on conversations. padded: whether its samples may end with padding,
+    which attention then does not read. balance: the coefficient of the balancing loss. Any other argument is a field
+    of the file.
     """
-    return conversations, balance
+    return conversations, padded, balance
 
 
 def config_of(ref: str) -> Path | None:

@@ -70,7 +70,7 @@ def bart(
     decoder = residual(causal, *drop) >> NORM >> residual(cross, *drop) >> NORM >> mlp
     memory = embedded(ids("source_tokens", Dim("source")), "encoder") >> repeat(layers, encoder)
     x = embedded(ids(), "decoder") >> repeat(layers, decoder).given(memory=memory)
-    return model(name, x >> Unembed(wte) >> SequenceToSequence(start=start, padding=padding))
+    return model(name, x >> Unembed(wte) >> SequenceToSequence(start=start, padding=padding, infilling=True))
 
 
 def bart_base() -> Model:

@@ -5,6 +5,7 @@ from attrs import frozen
 from megaloom.dsl import (
     MLP,
     Attention,
+    Classification,
     Dim,
     Dropout,
     Embed,
@@ -14,11 +15,15 @@ from megaloom.dsl import (
     MaskedToken,
     Model,
     Positions,
+    Select,
+    TokenClassification,
     Unembed,
     Value,
+    apply,
     fn,
     ids,
     model,
+    packed,
     repeat,
     residual,
     weight,
@@ -33,6 +38,14 @@ from megaloom.dsl.hf.tensor_names import (
 )
 
 NORM = LayerNorm(1e-12)
+
+
+@frozen
+class Pooler(Layer):
+    """tanh(dense(x)) of the first position, [CLS]: [batch seq embed] to [batch embed]."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return fn("tanh", apply(Select("seq", 0), x) >> Linear(x["embed"], bias=True).named("dense"))
 
 
 @frozen
@@ -60,10 +73,16 @@ def bert(
     attention_dropout: float | None = None,
     pre_norm: bool = False,
     norm: LayerNorm = NORM,
+    classes: int | None = None,
+    tags: int | None = None,
+    head_dropout: float | None = None,
 ) -> Model:
     """A BERT of any size. pre_norm: norms before the layers, as in Megatron-LM, instead of after.
 
     dropout: after the embeddings, attention and MLP. attention_dropout: of the probabilities; None is `dropout`.
+    classes: instead of masked tokens, predict one of so many classes of a text or a pair. tags: predict one of so many
+    classes of each token. Both read document indices, which mark padding. head_dropout: before the logits of classes;
+    None is `dropout`.
     """
     d = Dim("embed", embed)
     wte = weight("wte", Dim("vocab", vocab), d)
@@ -81,6 +100,12 @@ def bert(
     x = x >> Dropout(dropout) if dropout else x
     x = x >> repeat(layers, block)
     x = x >> norm if pre_norm else x
+    if classes is not None or tags is not None:
+        rate = dropout if head_dropout is None else head_dropout
+        x = x >> Pooler() if classes is not None else x
+        x = x >> Dropout(rate) if rate else x
+        head = Unembed(weight("head", Dim("vocab", classes or tags), d), bias=True)
+        return packed(model(name, x >> head >> (TokenClassification() if classes is None else Classification())))
     return model(name, x >> Transform(norm) >> Unembed(wte, bias=True) >> MaskedToken())
 
 
@@ -101,12 +126,19 @@ OUTSIDE = {
     "bert.embeddings.word_embeddings.weight": columns("wte"),
     "bert.embeddings.position_embeddings.weight": columns("wpe"),
     "bert.embeddings.token_type_embeddings.weight": columns("types"),
+}
+MASKED_HEAD = {
     "cls.predictions.transform.dense.weight": columns("transform.0.dense.weight"),
     "cls.predictions.transform.dense.bias": flat("transform.0.dense.bias"),
     "cls.predictions.transform.LayerNorm.weight": flat("transform.0.norm.scale"),
     "cls.predictions.transform.LayerNorm.bias": flat("transform.0.norm.shift"),
     "cls.predictions.bias": flat("unembed.0.bias"),
 }
+POOLER_NAMES = {
+    "bert.pooler.dense.weight": columns("pooler.0.dense.weight"),
+    "bert.pooler.dense.bias": flat("pooler.0.dense.bias"),
+}
+CLASSES_HEAD = {"classifier.weight": columns("head"), "classifier.bias": flat("unembed.0.bias")}
 LAYER = {
     "attention.self.query.weight": columns("attention.0.q"),
     "attention.self.query.bias": flat("attention.0.q_bias"),
@@ -130,9 +162,9 @@ def _norm(prefix: str, index: int) -> dict[str, Stored]:
 
 
 def _names(outside: dict[str, Stored], layer: dict[str, Stored]) -> Names:
-    """Return the tensor names of an encoder with these norms."""
+    """Return the tensor names of an encoder with these norms, which predicts masked tokens."""
     return Names(
-        OUTSIDE | outside,
+        OUTSIDE | MASKED_HEAD | outside,
         {"bert.encoder.layer.{layer}.": LAYER | layer},
         unused=("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids"),  # of other tasks
         copies={
@@ -142,9 +174,17 @@ def _names(outside: dict[str, Stored], layer: dict[str, Stored]) -> Names:
     )
 
 
-NAMES = _names(
-    _norm("bert.embeddings.LayerNorm", 0), _norm("attention.output.LayerNorm", 0) | _norm("output.LayerNorm", 1)
-)
+def _head_names(head: dict[str, Stored], *unused: str) -> Names:
+    """Return the tensor names of an encoder that predicts classes."""
+    unused = ("cls.", "bert.embeddings.position_ids", *unused)
+    return Names(OUTSIDE | NORMS | head, {"bert.encoder.layer.{layer}.": LAYER | LAYER_NORMS}, unused=unused)
+
+
+NORMS = _norm("bert.embeddings.LayerNorm", 0)
+LAYER_NORMS = _norm("attention.output.LayerNorm", 0) | _norm("output.LayerNorm", 1)
+NAMES = _names(NORMS, LAYER_NORMS)
+CLASSES_NAMES = _head_names(POOLER_NAMES | CLASSES_HEAD)
+TAGS_NAMES = _head_names(CLASSES_HEAD, "bert.pooler.")
 PRE_NORM_NAMES = _names(_norm("bert.encoder.ln", 0), _norm("attention.ln", 0) | _norm("ln", 1))
 POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 
@@ -161,9 +201,29 @@ def pre_norm_config(c: Config, name: str) -> Model:
     return _model(c, name, pre_norm=True)
 
 
-def _model(c: Config, name: str, *, pre_norm: bool) -> Model:
+@reads("BertForSequenceClassification", names=CLASSES_NAMES)
+def classes_config(c: Config, name: str) -> Model:
+    c.only("problem_type", "single_label_classification", None, default=None)
+    return _model(c, name, pre_norm=False, classes=_head(c))
+
+
+@reads("BertForTokenClassification", names=TAGS_NAMES)
+def tags_config(c: Config, name: str) -> Model:
+    return _model(c, name, pre_norm=False, tags=_head(c))
+
+
+def _head(c: Config) -> int:
+    """Return the number of classes, after a check of fields that only encoders with norms after the layers have."""
+    c.only("position_embedding_type", "absolute", default="absolute")
+    c.ignore("directionality", *(f"pooler_{of}" for of in POOLER))  # BERT's multilingual folders; they change nothing
+    return c.length("id2label", 2)
+
+
+def _model(c: Config, name: str, *, pre_norm: bool, classes: int | None = None, tags: int | None = None) -> Model:
     c.only("hidden_act", "gelu", default="gelu")
-    c.only("tie_word_embeddings", True, default=True)
+    has_head = classes is not None or tags is not None
+    c.only("tie_word_embeddings", True, *((False,) if has_head else ()), default=True)
+    dropout = c.rate("hidden_dropout_prob", 0.1)
     return bert(
         name,
         layers=c.layers("num_hidden_layers"),
@@ -173,8 +233,11 @@ def _model(c: Config, name: str, *, pre_norm: bool) -> Model:
         vocab=c.whole("vocab_size"),
         seq=c.whole("max_position_embeddings", 512),
         types=c.whole("type_vocab_size", 2),
-        dropout=c.rate("hidden_dropout_prob", 0.1),
+        dropout=dropout,
         attention_dropout=c.rate("attention_probs_dropout_prob", 0.1),
         pre_norm=pre_norm,
         norm=LayerNorm(c.number("layer_norm_eps", 1e-12)),
+        classes=classes,
+        tags=tags,
+        head_dropout=c.rate("classifier_dropout", dropout) if has_head else None,
     )

@@ -59,13 +59,16 @@ class SequenceToSequence(Layer):
     """The cross-entropy of the tokens that a decoder writes for its source: logits [batch seq vocab] to [sums=2].
 
     labels: the token after each position of the target. mask: 0 at positions after the end of the target. start: the
-    token that the decoder reads first. padding: the token at positions after the end of the target.
+    token that the decoder reads first. padding: the token at positions after the end of the target. infilling: where
+    the source has document indices, which mark its padding, text without pairs is BART's text infilling, whose target
+    is all of the text (Lewis et al., arXiv:1910.13461, section 2.2); else it is T5's span corruption.
     """
 
     labels: Value = field(factory=inputs.labels, repr=False)
     mask: Value = field(factory=inputs.mask, repr=False)
     start: int = field(default=0, kw_only=True)
     padding: int = field(default=0, kw_only=True)
+    infilling: bool = field(default=False, kw_only=True)
 
     def body(self, x: Value, /, **side: Value) -> Value:
         return loss_sums(apply(CrossEntropy("vocab"), x, self.labels), self.mask)
@@ -79,6 +82,20 @@ class Classification(Layer):
 
     def body(self, x: Value, /, **side: Value) -> Value:
         return loss_sums(apply(CrossEntropy("vocab"), x, self.labels))
+
+
+@frozen
+class TokenClassification(Layer):
+    """The cross-entropy of one class for each token: logits [batch seq vocab] to [sums=2].
+
+    mask: 0 at tokens without a class, such as padding.
+    """
+
+    labels: Value = field(factory=inputs.labels, repr=False)
+    mask: Value = field(factory=inputs.mask, repr=False)
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return loss_sums(apply(CrossEntropy("vocab"), x, self.labels), self.mask)
 
 
 @frozen

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
-from megaloom.dsl.layer import Layer
+from megaloom.dsl.layer import Given, Layer
 from megaloom.dsl.ops.documents import DocumentIndices, documents
 from megaloom.dsl.ops.weight import Input, Weight
 from megaloom.dsl.rewriting import with_values
@@ -19,32 +18,34 @@ from .adapters import adapted
 
 def packed(m: Model) -> Model:
     """Return the model with an input `documents` [batch seq], which all its layers read: attention stays inside
-    documents, and learned positions restart. It has the weights of `m`. Raises UserError if `m` reads two sequences.
+    documents, and learned positions restart. It has the weights of `m`.
+
+    An encoder with a decoder gets `source_documents` [batch source] as well: each token of the decoder reads the
+    positions of the source that have the index of its own document.
     """
     return packed_with(m, lambda layer: layer)
 
 
 def packed_with(m: Model, change: Callable[[Layer], Layer]) -> Model:
-    """Return the packed model after `change` of each layer. Raises UserError as `packed`."""
+    """Return the packed model after `change` of each layer."""
     if m.base is not None and m.lora is not None:
         return adapted(packed_with(m.base, change), m.lora)
     inputs = [n for n in graph(m).nodes if n.is_input]
     if any(isinstance(n.op, DocumentIndices) for n in inputs):
         return m
-    if any("source" in n.shape for n in inputs):
-        raise UserError(
-            f"cannot give {m.name} one input of document indices: it reads two sequences\n"
-            "give its layers both: `documents` of its own sequence, `memory_documents` of the source"
-        )
-    rebuild = _Rebuild(documents(), change)
+    source = next((n.shape["source"] for n in inputs if "source" in n.shape), None)
+    rebuild = _Rebuild(documents(), None if source is None else documents("source_documents", source), change)
     return evolve(m, outputs=tuple(map(rebuild.value, m.outputs)))
 
 
 class _Rebuild:
-    """Applies the layers of a program again, after a change, with the side input `documents`."""
+    """Applies the layers of a program again, after a change, with the side input `documents`.
 
-    def __init__(self, indices: Value, change: Callable[[Layer], Layer]) -> None:
-        self.indices = indices
+    Layers of the source read its own indices, and those of a decoder both.
+    """
+
+    def __init__(self, indices: Value, source: Value | None, change: Callable[[Layer], Layer]) -> None:
+        self.indices, self.source = indices, source
         self.change = change
         self.values: dict[int, Value] = {}
 
@@ -59,5 +60,16 @@ class _Rebuild:
             return v
         if isinstance(v.op, Layer):
             layer = self.change(with_values(v.op, self.value))
-            return self.value(v.args[0]) >> layer.given(documents=self.indices)
+            side, x = self.side(v.args[0]), self.value(v.args[0])
+            if self.source is not None and isinstance(layer, Given):  # one layer, so that nodes keep their order
+                return x >> layer.inner.given(**side, **layer.side)
+            return x >> layer.given(**side)
         return apply(v.op, *map(self.value, v.args))
+
+    def side(self, x: Value) -> dict[str, Value]:
+        """Return the document indices for a layer of this value."""
+        if self.source is None:
+            return {"documents": self.indices}
+        if "source" in x.shape:
+            return {"documents": self.source}
+        return {"documents": self.indices, "memory_documents": self.source}

@@ -16,6 +16,7 @@ from megaloom.dsl import (
     Node,
     Route,
     Split,
+    TokenClassification,
 )
 from megaloom.dsl.facts.primitives import Program, program
 from megaloom.dsl.layers.losses import Stacked
@@ -73,7 +74,8 @@ def untrainable(graph: Graph) -> Words | None:
 
 def _sees_labels(graph: Graph) -> Words | None:
     """Return the refusal of a model that reads the tokens that it is to predict; None if it does not."""
-    losses = [n for n in graph.nodes if n.is_loss and not isinstance(n.op, MaskedToken | Classification | Stacked)]
+    unseen = MaskedToken | Classification | TokenClassification | Stacked
+    losses = [n for n in graph.nodes if n.is_loss and not isinstance(n.op, unseen)]
     sequences = {d.name for n in losses for a in n.value.args for d in a.shape if d.name in SEQUENCES}
     for node in graph.nodes:
         for step in program(node).steps:

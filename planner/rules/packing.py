@@ -36,7 +36,7 @@ def _refusal(n: Node, v: Value) -> Words | None:
                 f"{n.name} has a {what} along the sequence, which reads across documents",
                 "train this model without document indices: one document, or text of one stream, in each sequence",
             )
-        case Select(dim) if dim in SEQUENCES:
+        case Select(dim, index) if dim in SEQUENCES and index != 0:  # the first position reads the first document only
             return (
                 f"{n.name} reads one position of each sequence, but a packed sequence has several documents",
                 "train this model without document indices",

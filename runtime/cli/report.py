@@ -126,6 +126,8 @@ def _evaluated_loss(name: str, result: EvaluationResult, summary: Summary) -> li
     rows += [(f"  {term}", f"{value:.3f}") for term, value in result.terms.items()]
     if result.perplexity is not None:
         rows.append((f"{'' if name == 'held-out' else name + ' '}perplexity", f"{result.perplexity:.3f} {count}"))
+    if result.scores is not None:
+        rows.append((f"{name} accuracy", f"{result.scores.accuracy:.4f}, macro F1 {result.scores.macro_f1:.4f}"))
     return rows
 
 

@@ -130,7 +130,12 @@ def make_dataset(
     output: Annotated[Path, Parameter(name=["-o", "--output"])],
     tokenizer: str | None = None,
     train_vocab: int | None = None,
-    key: str = "text",
+    key: str | None = None,
+    label_key: str | None = None,
+    source_key: str | None = None,
+    target_key: str | None = None,
+    image_size: str | None = None,
+    split_sentences: str | None = None,
     workers: int | None = None,
     append_eos: bool = False,
 ) -> None:
@@ -149,16 +154,31 @@ def make_dataset(
     train_vocab
         Train a BPE tokenizer with this number of tokens on the sources.
     key
-        Key of the text, or of the messages of a conversation, in JSONL, Parquet and datasets.
+        Key of the text, of the messages of a conversation, or of the words of a text, in JSONL, Parquet and datasets.
+        [default: text; image with --image-size]
+    label_key
+        Key of the labels: one class for each document, or a list with one for each word or token. A class is a name or
+        a number. In folders of images the folders are the classes.
+    source_key
+        Key of the first text of a pair, with --target-key, instead of --key.
+    target_key
+        Key of the second text of a pair.
+    image_size
+        Read images, not text, and resize them: 224, or height and width as 160x240. The source is a folder with a
+        folder of images for each class, or has a column of images.
+    split_sentences
+        Split texts of this language, such as en, into sentences: the sequences of a document, as Megatron-LM stores
+        them for BERT and T5.
     workers
         Processes. [default: the number of cores]
     append_eos
         End each document with the tokenizer's end-of-text token.
     """
     require_training_packages("data")
-    from .commands.data_command import run_data
+    from .commands.data_command import run_data, text_keys
 
-    run_data(sources, output, tokenizer, train_vocab, key, workers, append_eos)
+    keys = text_keys(key, label_key, source_key, target_key, images=image_size is not None)
+    run_data(sources, output, tokenizer, train_vocab, keys, image_size, split_sentences, workers, append_eos)
 
 
 @unwrap_help

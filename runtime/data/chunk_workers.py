@@ -6,37 +6,18 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
 from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
 
-from megaloom.dsl.errors import UserError
-
-from .chat_template import ChatTemplate, load_chat_template
-from .documents import Chunk, Document, read_chunk
-from .indexed import MASK, path_of, smallest_token_type, write_index, write_tokens
-from .token_ids import BYTE_IDS
-from .tokenizer import TextTokenizer, Tokens, load_tokenizer
-
-BATCH_CHARACTERS = 2**20
-"""Characters that a tokenizer encodes in one call."""
-
-
-@frozen
-class ChunkTask:
-    """One chunk to tokenize, and the options that decide its tokens."""
-
-    chunk: Chunk
-    out: Path  # prefix of the part
-    tokenizer: str
-    key: str
-    append_eos: bool
+from .encoding import ChunkTask, cached_tokenizer, encoded
+from .images import PIXEL_IDS
+from .indexed import MASK, TARGET_SUFFIX, path_of, smallest_token_type, write_index, write_indexed, write_tokens
+from .labels import CollectedLabels
+from .tokenizer import Tokens
 
 
 def tokenized(tasks: list[ChunkTask], workers: int) -> Iterator[int]:
@@ -62,63 +43,40 @@ def _start_worker(parent: int) -> None:
         os._exit(1)
 
 
-@cache
-def cached_tokenizer(source: str) -> TextTokenizer:
-    """Return a tokenizer; a process loads it once."""
-    return load_tokenizer(source)
-
-
-@cache
-def _cached_chat_template(source: str) -> ChatTemplate:
-    """Return the chat template of a tokenizer; a process loads it once."""
-    return load_chat_template(source)
-
-
 def tokenize_chunk(task: ChunkTask) -> int:
-    """Write the documents of a chunk as an indexed dataset, with a mask if they are conversations. Return its bytes."""
-    token_type = smallest_token_type(cached_tokenizer(task.tokenizer).ids.vocab)
+    """Write the documents of a chunk as an indexed dataset, with what it has beside them. Return its bytes.
+
+    Beside the tokens are a mask if the documents are conversations, their labels, and the targets of pairs.
+    """
+    vocab = PIXEL_IDS.vocab if task.image else cached_tokenizer(task.tokenizer).ids.vocab
+    token_type, keys = smallest_token_type(vocab), task.keys
     masks: list[npt.NDArray[np.bool_]] = []
+    targets: list[Tokens] = []
+    sentences: list[tuple[int, ...]] = []
+    labels = None if keys.label is None else CollectedLabels(keys.label)
 
     def tokens() -> Iterator[Tokens]:
-        for each, counted in _encoded(task):
-            if len(each):
-                if counted is not None:
-                    masks.append(counted)
-                yield each
+        for each in encoded(task):
+            if each.counted is not None:
+                masks.append(each.counted)
+            if each.target is not None:
+                targets.append(each.target)
+            if each.sentences:
+                sentences.append(each.sentences)
+            if labels is not None and each.row is not None:
+                labels.add(each.label, each.row.where)
+            yield each.tokens
 
     lengths = write_tokens(tokens(), task.out, token_type)
     if masks:
         np.concatenate(masks).tofile(path_of(task.out, MASK))
-    write_index(lengths, task.out, token_type)
+    if labels is not None:
+        labels.write(task.out)
+    if keys.target is not None:
+        write_indexed(targets, path_of(task.out, TARGET_SUFFIX), token_type)
+    if sentences:
+        lengths, firsts = np.concatenate(sentences).astype(np.int64), np.cumsum([0, *map(len, sentences)])
+        write_index(lengths, task.out, token_type, firsts)
+    else:
+        write_index(lengths, task.out, token_type)
     return task.chunk.nbytes
-
-
-def _encoded(task: ChunkTask) -> Iterator[tuple[Tokens, npt.NDArray[np.bool_] | None]]:
-    """Yield the tokens of each document, and of a conversation the tokens that training predicts."""
-    tokenizer = cached_tokenizer(task.tokenizer)
-    end = np.array([tokenizer.ids.eos] if task.append_eos else [], np.int64)
-    kinds = set()
-    for batch in _batches(read_chunk(task.chunk, task.key, raw=task.tokenizer == BYTE_IDS.name)):
-        texts = [document for document in batch if isinstance(document, str)]
-        kinds |= {isinstance(document, str) for document in batch}
-        if len(kinds) > 1:
-            raise UserError(f"{task.chunk.files[0]} has texts and conversations under {task.key!r}: split the file")
-        if texts:
-            yield from ((np.append(each, end), None) for each in tokenizer.encode(texts))
-        else:
-            template = _cached_chat_template(task.tokenizer)
-            yield from (template.encode(document) for document in batch if not isinstance(document, str))
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield lists of documents of about BATCH_CHARACTERS."""
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document) if isinstance(document, str) else BATCH_CHARACTERS // 64
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

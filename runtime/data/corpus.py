@@ -6,12 +6,21 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
 
-from .description import TOKENIZER_SUFFIX, Description, read_description
-from .indexed import INDEX_SUFFIX, TOKENS, IndexedDataset, is_indexed, open_indexed, path_of
+from .description import RUNNING_TEXT, TOKENIZER_SUFFIX, DataKind, Description, read_description
+from .indexed import (
+    INDEX_SUFFIX,
+    LABELS_SUFFIX,
+    TARGET_SUFFIX,
+    TOKENS,
+    IndexedDataset,
+    is_indexed,
+    open_indexed,
+    path_of,
+)
 from .integrity import check_described
 from .part import DataPart
 from .split import DEFAULT_SPLIT, PARTS, SplitUnit, TokenRange, parse_split, split_ranges
@@ -32,6 +41,7 @@ class Corpus:
     test: DataPart | None = None
     ids: TokenIds = BYTE_IDS
     tokenizer: Path | None = None  # folder; None for bytes, and for a dataset that Megatron-LM has written
+    kind: DataKind = RUNNING_TEXT
 
     @property
     def counts_some(self) -> bool:
@@ -75,6 +85,13 @@ def _number(word: str) -> float | None:
 def is_dataset(word: str) -> bool:
     """Return whether a word of --data names an indexed dataset, and not text."""
     return is_indexed(_prefix(word))
+
+
+def kind_of(words: Sequence[str]) -> DataKind:
+    """Return what the first dataset of --data has beside running text. Raise UserError for a damaged description."""
+    prefixes = [_prefix(name) for name in parse_blend(words).names]
+    described = read_description(prefixes[0]) if is_indexed(prefixes[0]) else None
+    return described.kind if described else RUNNING_TEXT
 
 
 def open_corpus(
@@ -138,9 +155,9 @@ def _text_corpus(source: str, split: str | None, folder: Path) -> Corpus:
 
 
 def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, split: str, unit: SplitUnit) -> Corpus:
-    shares, datasets = parse_split(split), [_checked(prefix) for prefix in prefixes]
-    descriptions = [read_description(prefix) for prefix in prefixes]
-    ids = _common_ids(datasets, descriptions)
+    shares, descriptions = parse_split(split), [read_description(prefix) for prefix in prefixes]
+    datasets = [_checked(prefix, about) for prefix, about in zip(prefixes, descriptions, strict=True)]
+    ids, kind = _common_ids(datasets, descriptions), _common_kind(prefixes, descriptions)
     if len({dataset.has_mask for dataset in datasets}) > 1:
         raise UserError("--data blends conversations with text\ngive datasets of one kind")
     whole, padding = datasets[0].has_mask, ids.pad or 0
@@ -162,16 +179,42 @@ def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, spl
         test,
         ids,
         folder if folder.is_dir() else None,
+        kind,
     )
 
 
-def _checked(prefix: Path) -> IndexedDataset:
-    """Return a dataset whose files are whole and have tokens."""
+def _checked(prefix: Path, about: Description | None) -> IndexedDataset:
+    """Return a dataset whose files are whole and have tokens, with the labels and targets that it is described with."""
     dataset = open_indexed(prefix)
     dataset.check()
     if not dataset.tokens:
         raise UserError(f"{path_of(prefix, TOKENS)} is empty\ngive a dataset with tokens")
+    if about is None:
+        return dataset
+    labels, target = (
+        open_indexed(path_of(prefix, suffix)) if there else None
+        for suffix, there in ((LABELS_SUFFIX, about.labels is not None), (TARGET_SUFFIX, about.pairs))
+    )
+    dataset = evolve(dataset, labels=labels, target=target)
+    for each in dataset.files[1:]:
+        each.check()
+        if each.documents != dataset.documents:
+            raise UserError(
+                f"{each.prefix} has {each.documents:,} documents, and {prefix} has {dataset.documents:,}\n"
+                "the files are of two datasets: copy all files of the dataset again, or write it again"
+            )
     return dataset
+
+
+def _common_kind(prefixes: list[Path], descriptions: list[Description | None]) -> DataKind:
+    """Return what all datasets have beside running text. Raise UserError if they differ."""
+    kinds = [RUNNING_TEXT if about is None else about.kind for about in descriptions]
+    for prefix, kind in zip(prefixes, kinds, strict=True):
+        if kind != kinds[0]:
+            same = kind.words == kinds[0].words
+            what = "have different classes" if same else f"are {kind.words} and {kinds[0].words}"
+            raise UserError(f"{prefix} and {prefixes[0]} {what}\ngive datasets of one kind, with the same classes")
+    return kinds[0]
 
 
 def _digest(dataset: IndexedDataset, description: Description | None) -> str:

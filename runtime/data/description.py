@@ -14,7 +14,9 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import read_json
 
+from .images import ImageSize
 from .indexed import path_of
+from .labels import Labels, LabelUnit
 from .token_ids import BYTE_IDS, TokenIds
 
 DESCRIPTION_VERSION = 1
@@ -33,13 +35,43 @@ class Description:
     ids: TokenIds
     tokenizer: str  # digest of the tokenizer's files
     chat: bool = False  # conversations: samples have whole documents
+    labels: Labels | None = None  # of PREFIX-labels
+    pairs: bool = False  # PREFIX-target has the other text of each document
+    image: ImageSize | None = None  # documents are the pixels of images
     tokens_digest: str = ""  # of the tokens that were written; earlier versions wrote none
     checksum: str = ""  # of the other fields, in the file; earlier versions wrote none
+
+    @property
+    def kind(self) -> DataKind:
+        """Return what the dataset has beside running text."""
+        return DataKind(self.labels, self.pairs, self.image)
 
     @property
     def is_bytes(self) -> bool:
         """Return whether tokens are bytes, so that no tokenizer lies beside the data."""
         return self.ids == BYTE_IDS
+
+
+@frozen
+class DataKind:
+    """The labels, pairs and images of a dataset: models of some objectives train on them alone."""
+
+    labels: Labels | None = None
+    pairs: bool = False
+    image: ImageSize | None = None
+
+    @property
+    def words(self) -> str:
+        """Return what the data are, for messages."""
+        texts = "images" if self.image else "pairs of texts" if self.pairs else "text"
+        if self.labels is None:
+            return texts
+        each = "token" if self.labels.unit is LabelUnit.TOKEN else "image" if self.image else "document"
+        return f"{texts} with a label for each {each}"
+
+
+RUNNING_TEXT = DataKind()
+"""Text without labels or pairs."""
 
 
 def read_description(prefix: Path) -> Description | None:

@@ -1,21 +1,23 @@
-"""Documents of a source: text files, JSONL, Parquet, or a folder that the library `datasets` has saved.
+"""Sources of documents: text files, images, JSONL, Parquet, or a folder that the library `datasets` has saved.
 
-`chunks_of(source)` cuts a source into chunks of about CHUNK_NBYTES, the same chunks each time, and `read_chunk` yields
-the documents of one. So chunks can be tokenized in any order by any number of processes.
+`open_source` cuts a source into chunks of about CHUNK_NBYTES, the same chunks each time. So chunks can be tokenized in
+any order by any number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from attrs import frozen
 
-from megaloom.dsl.errors import UserError, did_you_mean
-from megaloom.dsl.files.json_file import LARGEST, parse_json
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import LARGEST
 
+from .images import IMAGE_SUFFIXES
+from .order import stable_hash
 from .text_files import STDLIB, check_size, stat_digest, text_files, unreadable
 
 CHUNK_NBYTES = 8 * 2**20
@@ -23,8 +25,6 @@ DEFAULT_KEY, CHAT_KEY = "text", "messages"
 PARQUET_SUFFIX = ".parquet"
 JSONL_SUFFIXES = {".jsonl", ".ndjson"}
 SAVED_DATASET, SAVED_SPLITS = "dataset_info.json", "dataset_dict.json"  # files of the library `datasets`
-
-Document = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
 
 class Format(Enum):
@@ -34,6 +34,7 @@ class Format(Enum):
     JSONL = "JSON, one object per line"
     PARQUET = "Parquet"
     DATASET = "a folder of the library datasets"
+    IMAGES = "a folder of images for each class"
 
 
 @frozen
@@ -76,6 +77,27 @@ def open_source(source: str) -> DocumentSource:
         raise unreadable(source, error) from None
 
 
+def open_images(source: str) -> DocumentSource:
+    """Return the chunks of a folder with one folder of images for each class, or of a source with a column of images.
+
+    The order of the images is that of a hash of their paths, so that each part of the data has all classes.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir() or any((path / name).exists() for name in (SAVED_DATASET, SAVED_SPLITS)):
+        if path.is_dir() or path.suffix in {*JSONL_SUFFIXES, PARQUET_SUFFIX}:
+            return open_source(source)
+        raise UserError(f"{source} has no images\ngive a folder with a folder for each class, Parquet, or a dataset")
+    try:
+        names = [p.relative_to(path).as_posix() for p in path.glob("*/*") if p.suffix.lower() in IMAGE_SUFFIXES]
+    except OSError as error:
+        raise unreadable(source, error) from None
+    names = sorted((n for n in names if not n.startswith(".")), key=lambda name: (stable_hash(name), name))
+    if not names:
+        raise UserError(f"{source} has no folder with images\ngive a folder with a folder of images for each class")
+    chunks = tuple(_folder_chunks(path, names, Format.IMAGES))
+    return DocumentSource(source, stat_digest(path, names), chunks)
+
+
 def _format(path: Path, *, given: bool = False) -> Format:
     """Return the format of a file by its name. given: the user named the file itself, so that .json is JSONL."""
     if path.suffix == PARQUET_SUFFIX:
@@ -83,23 +105,25 @@ def _format(path: Path, *, given: bool = False) -> Format:
     return Format.JSONL if path.suffix in JSONL_SUFFIXES or (given and path.suffix == ".json") else Format.TEXT
 
 
-def _folder_chunks(root: Path, names: list[str]) -> Iterator[Chunk]:
-    """Yield the chunks of files: text files together, other files by themselves."""
+def _folder_chunks(root: Path, names: list[str], together: Format = Format.TEXT) -> Iterator[Chunk]:
+    """Yield the chunks of files: those of the format `together` several in a chunk, other files by themselves."""
     files: list[str] = []
     nbytes = 0
     for name in names:
         path = root / name
-        if (kind := _format(path)) is not Format.TEXT:
+        kind = together if together is Format.IMAGES else _format(path)
+        if kind is not together:
             yield from _file_chunks(path, kind)
             continue
-        check_size(path)
+        if together is Format.TEXT:
+            check_size(path)
         files.append(str(path))
         nbytes += path.stat().st_size
         if nbytes >= CHUNK_NBYTES:
-            yield Chunk(Format.TEXT, tuple(files), 0, 0, nbytes)
+            yield Chunk(together, tuple(files), 0, 0, nbytes)
             files, nbytes = [], 0
     if files:
-        yield Chunk(Format.TEXT, tuple(files), 0, 0, nbytes)
+        yield Chunk(together, tuple(files), 0, 0, nbytes)
 
 
 def _file_chunks(path: Path, kind: Format) -> Iterator[Chunk]:
@@ -117,7 +141,7 @@ def _jsonl_chunks(path: Path) -> Iterator[Chunk]:
     with path.open("rb") as file:
         while start < size:
             file.seek(min(start + CHUNK_NBYTES, size))
-            _read_line(file, path)
+            read_line(file, path)
             yield Chunk(Format.JSONL, (str(path),), start, file.tell(), file.tell() - start)
             start = file.tell()
 
@@ -129,13 +153,13 @@ def _parquet_chunks(path: Path) -> Iterator[Chunk]:
     try:
         metadata = ParquetFile(path).metadata
     except ArrowInvalid as error:
-        raise UserError(f"{path} is not a Parquet file: {_first_line(error)}") from None
+        raise UserError(f"{path} is not a Parquet file: {first_line(error)}") from None
     for group in range(metadata.num_row_groups):
         yield Chunk(Format.PARQUET, (str(path),), group, group + 1, metadata.row_group(group).total_byte_size)
 
 
 def _dataset_chunks(path: Path) -> Iterator[Chunk]:
-    data = _load_dataset(path)
+    data = load_saved(path)
     if (path / SAVED_SPLITS).exists():
         raise UserError(f"{path} has the splits {', '.join(data)}\ngive one of them: {path / next(iter(data))}")
     rows, nbytes = len(data), sum(p.stat().st_size for p in path.glob("*.arrow"))
@@ -147,7 +171,8 @@ def _dataset_chunks(path: Path) -> Iterator[Chunk]:
         yield Chunk(Format.DATASET, (str(path),), start, stop, nbytes * (stop - start) // rows)
 
 
-def _load_dataset(path: Path) -> Any:
+def load_saved(path: Path) -> Any:
+    """Return a dataset that the library `datasets` has saved. Raise UserError if it cannot be read."""
     from datasets import load_from_disk  # takes seconds
 
     try:
@@ -155,75 +180,19 @@ def _load_dataset(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # the library raises errors of many kinds for damaged files
-        raise UserError(f"cannot read the dataset {path}: {_first_line(error)}") from None
+        raise UserError(f"cannot read the dataset {path}: {first_line(error)}") from None
 
 
-def read_chunk(chunk: Chunk, key: str, *, raw: bool = False) -> Iterator[Document]:
-    """Yield the documents of a chunk. Raise UserError for one that has no `key` or is no text, with its place.
-
-    raw: bytes that are no UTF-8 are kept as surrogates, for a tokenizer of bytes.
-    """
-    match chunk.format:
-        case Format.TEXT:
-            yield from (_text(Path(file), raw) for file in chunk.files)
-        case Format.JSONL:
-            yield from _jsonl(Path(chunk.files[0]), chunk, key)
-        case Format.PARQUET:
-            yield from _parquet(Path(chunk.files[0]), chunk, key)
-        case Format.DATASET:
-            data = _load_dataset(Path(chunk.files[0]))
-            _check_column(chunk.files[0], data.column_names, key)
-            column = data.select(range(chunk.start, chunk.stop))[key]
-            for row, value in enumerate(column, chunk.start):
-                yield _document(value, lambda row=row: f"{chunk.files[0]}, row {row},", key)  # type: ignore[misc]
-
-
-def _text(path: Path, raw: bool) -> str:
-    try:
-        return path.read_bytes().decode(errors="surrogateescape" if raw else "strict")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8: byte {error.object[error.start]:#x} at {error.start:,}\n"
-            "convert the file, or give --tokenizer bytes"
-        ) from None
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _jsonl(path: Path, chunk: Chunk, key: str) -> Iterator[Document]:
-    with path.open("rb") as file:
-        file.seek(chunk.start)
-        while (at := file.tell()) < chunk.stop:
-            line = _read_line(file, path)
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise UserError(f"{_line(path, at)} is not JSON: {_first_line(error)}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{_line(path, at)} is not a JSON object\ngive one object per line, with a key {key!r}")
-            if key not in row:
-                _check_column(_line(path, at), row, key)
-            yield _document(row[key], lambda at=at: _line(path, at), key)  # type: ignore[misc]
-
-
-def _read_line(file: BinaryIO, path: Path) -> bytes:
+def read_line(file: BinaryIO, path: Path) -> bytes:
     """Return the rest of a line. Raise UserError for one that is too long to be read whole."""
     at = file.tell()
     line = file.readline(LARGEST + 1)
     if len(line) > LARGEST:
-        raise UserError(f"{_line(path, at)} has more than {LARGEST:,} bytes\ngive one document per line")
+        raise UserError(f"{line_text(path, at)} has more than {LARGEST:,} bytes\ngive one document per line")
     return line
 
 
-def _line(path: Path, offset: int) -> str:
+def line_text(path: Path, offset: int) -> str:
     """Return the line of a byte as text, for a message."""
     with path.open("rb") as file:
         count = 0
@@ -232,53 +201,23 @@ def _line(path: Path, offset: int) -> str:
     return f"{path}, line {count + 1},"
 
 
-def _parquet(path: Path, chunk: Chunk, key: str) -> Iterator[Document]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        file = ParquetFile(path)
-        _check_column(str(path), file.schema_arrow.names, key)
-        column = file.read_row_groups(range(chunk.start, chunk.stop), columns=[key]).column(key)
-        for i, value in enumerate(column):
-            place = f"{path}, row {i} of row group {chunk.start},"
-            yield _document(value.as_py(), lambda place=place: place, key)  # type: ignore[misc]
-    except ArrowException as error:
-        raise UserError(f"cannot read {path}: {_first_line(error)}") from None
+def class_names(chunk: Chunk, key: str) -> tuple[str, ...]:
+    """Return the names that a dataset of the library `datasets` gives to the classes of a column; none elsewhere."""
+    if chunk.format is not Format.DATASET:
+        return ()
+    column = load_saved(Path(chunk.files[0])).features.get(key)
+    return tuple(getattr(getattr(column, "feature", column), "names", None) or ())
 
 
-def _check_column(where: str, names: Iterable[str], key: str) -> None:
-    if key not in (known := list(names)):
-        raise UserError(f"{where} has no {key!r}{did_you_mean(key, known)}give --key one of {', '.join(known)}")
-
-
-def _document(value: Any, place: Callable[[], str], key: str) -> Document:
-    """Return a document. place: returns the row as text, for a message."""
-    if isinstance(value, str):
-        _check_characters(value, place, key)
-        return value
-    if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
-        for message in value:
-            for part in (x for x in message.values() if isinstance(x, str)):
-                _check_characters(part, place, key)
-        return value
-    raise UserError(
-        f"{place()} has a value of type {type(value).__name__} under {key!r}\n"
-        "a document is a text, or a list of messages with role and content"
-    )
-
-
-def _check_characters(text: str, place: Callable[[], str], key: str) -> None:
-    """Raise UserError for a text that no UTF-8 stands for: JSON can name halves of characters, such as "\\ud800"."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{place()} has a surrogate without its pair under {key!r}: \\u{ord(text[error.start]):04x}, character "
-            f"{error.start + 1:,}, which is no text\nremove or replace it"
-        ) from None
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES: dict[int, str] = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # 6 and 7 are floating-point
 INDEX_SUFFIX, TOKENS, MASK = ".idx", ".bin", ".mask"
+LABELS_SUFFIX, TARGET_SUFFIX = "-labels", "-target"  # of prefixes: datasets with labels, and with targets of pairs
 
 Ints = npt.NDArray[np.int64]
 DocumentTokens = Iterable[npt.NDArray[np.integer]]
@@ -40,6 +41,13 @@ class IndexedDataset:
     documents: int
     tokens: int
     has_mask: bool = False  # PREFIX.mask has a byte for each token: 1 if training predicts it
+    labels: IndexedDataset | None = None  # of each document: one label, or one for each token
+    target: IndexedDataset | None = None  # the other texts of pairs, as many documents
+
+    @property
+    def files(self) -> tuple[IndexedDataset, ...]:
+        """Return the dataset and those beside it."""
+        return (self, *(each for each in (self.labels, self.target) if each is not None))
 
     @cached_property
     def array(self) -> npt.NDArray[np.integer]:
@@ -63,6 +71,28 @@ class IndexedDataset:
     def lengths(self) -> Ints:
         """Return the number of tokens of each document, [documents]."""
         return np.diff(np.append(self.offsets // self.token_nbytes, self.tokens))
+
+    @property
+    def sequence_lengths(self) -> Ints:
+        """Return the number of tokens of each sequence, [sequences]."""
+        return _arrays(self.prefix, self.sequences, self.documents)[0].astype(np.int64)
+
+    @property
+    def first_sequences(self) -> Ints:
+        """Return the first sequence of each document, and the end of the last one, [documents + 1]."""
+        return _arrays(self.prefix, self.sequences, self.documents)[2].astype(np.int64)
+
+    def inner_starts(self, start: int, stop: int) -> Ints:
+        """Return the tokens in (start, stop) at which a sequence begins inside its document, counted from `start`."""
+        if self.sequences == self.documents:
+            return np.zeros(0, np.int64)
+        size = self.token_nbytes
+
+        def inside(offsets: Ints) -> Ints:
+            first, last = bisect_right(offsets, start * size), bisect_left(offsets, stop * size)
+            return np.array(offsets[first:last], np.int64) // size - start
+
+        return np.setdiff1d(inside(_arrays(self.prefix, self.sequences, self.documents)[1]), inside(self.offsets))
 
     def start(self, document: int) -> int:
         """Return the first token of a document; of document number `documents`, the number of tokens."""
@@ -192,24 +222,28 @@ def write_tokens(documents: DocumentTokens, prefix: Path, token_type: str) -> In
     return np.array(lengths, np.int64)
 
 
-def write_index(lengths: Ints, prefix: Path, token_type: str) -> IndexedDataset:
-    """Write PREFIX.idx for documents of these lengths, whose tokens are in PREFIX.bin."""
+def write_index(lengths: Ints, prefix: Path, token_type: str, firsts: Ints | None = None) -> IndexedDataset:
+    """Write PREFIX.idx for sequences of these lengths, whose tokens are in PREFIX.bin.
+
+    firsts: the first sequence of each document, and the end of the last one; None: each sequence is a document.
+    """
     if len(lengths) and lengths.max() >= 2**31:
         raise UserError(
             f"a document of {lengths.max():,} tokens is too long for {prefix}{INDEX_SUFFIX}\nsplit that document"
         )
     (code,) = (code for code, name in TOKEN_TYPES.items() if name == token_type)
     count, ends = len(lengths), np.cumsum(lengths)
+    firsts = np.arange(count + 1) if firsts is None else firsts
     size = np.dtype(token_type).itemsize
     index = path_of(prefix, INDEX_SUFFIX)
     unfinished = unfinished_path(index)
     with unfinished.open("wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, code, count, count + 1))
+        file.write(HEADER.pack(MAGIC, 1, code, count, len(firsts)))
         file.write(lengths.astype("<i4").tobytes())
         file.write(((ends - lengths) * size).astype("<i8").tobytes())
-        file.write(np.arange(count + 1, dtype="<i8").tobytes())
+        file.write(firsts.astype("<i8").tobytes())
     unfinished.replace(index)
-    return IndexedDataset(prefix, token_type, count, count, int(ends[-1]) if count else 0)
+    return IndexedDataset(prefix, token_type, count, len(firsts) - 1, int(ends[-1]) if count else 0)
 
 
 def unfinished_path(path: Path) -> Path:

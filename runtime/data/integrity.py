@@ -8,7 +8,7 @@ from pathlib import Path
 from megaloom.dsl.errors import UserError
 
 from .description import SUFFIX, TOKENIZER_SUFFIX, Description
-from .indexed import INDEX_SUFFIX, MASK, TOKENS, IndexedDataset, path_of
+from .indexed import INDEX_SUFFIX, LABELS_SUFFIX, MASK, TARGET_SUFFIX, TOKENS, IndexedDataset, path_of
 from .token_ids import BYTE_IDS, TokenIds
 from .tokenizer import load_tokenizer
 
@@ -30,10 +30,15 @@ def tokenizer_digest(tokenizer: str) -> str:
     return digest.hexdigest()
 
 
-def tokens_digest(prefix: Path) -> str:
-    """Return a digest of the tokens of a dataset and their mask: of all bytes, or of blocks of a large file."""
+def tokens_digest(prefix: Path, *, labels: bool = False, pairs: bool = False) -> str:
+    """Return a digest of the tokens of a dataset and their mask, and of its labels and the targets of its pairs.
+
+    It is that of all bytes, or of blocks of a large file.
+    """
     digest = blake2b(digest_size=16)
-    for path in (path_of(prefix, suffix) for suffix in (TOKENS, MASK)):
+    others = [LABELS_SUFFIX] * labels + [TARGET_SUFFIX] * pairs
+    beside = (f"{suffix}{kind}" for suffix in others for kind in (TOKENS, INDEX_SUFFIX))
+    for path in (path_of(prefix, suffix) for suffix in (TOKENS, MASK, *beside)):
         if not path.is_file():
             continue
         size = path.stat().st_size
@@ -55,13 +60,16 @@ def check_described(dataset: IndexedDataset, description: Description) -> None:
             raise UserError(
                 f"{index} has {found:,} {word}, its description says {said:,}\nthe files are of two datasets: {_FIX}"
             )
-    if description.tokens_digest and description.tokens_digest != tokens_digest(dataset.prefix):
+    found = tokens_digest(dataset.prefix, labels=description.labels is not None, pairs=description.pairs)
+    if description.tokens_digest and description.tokens_digest != found:
         raise UserError(f"{path_of(dataset.prefix, TOKENS)} has changed since {about.name} was written\n{_FIX}")
     _check_tokenizer(dataset.prefix, description)
 
 
 def _check_tokenizer(prefix: Path, description: Description) -> None:
     """Raise UserError unless the tokenizer beside a dataset is the one that made it."""
+    if description.image is not None:
+        return
     folder, about = path_of(prefix, TOKENIZER_SUFFIX), path_of(prefix, SUFFIX)
     if not description.is_bytes and not folder.is_dir():
         raise UserError(f"{folder} is missing: the tokenizer that made {prefix}\n{_FIX}")

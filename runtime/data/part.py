@@ -6,6 +6,8 @@ and with any batch size. Each epoch visits every window of the text once, in an 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from enum import Enum
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -15,6 +17,7 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError
 
 from .indexed import IndexedDataset, Ints
+from .labels import IGNORED
 from .order import permuted, stable_hash
 from .split import TokenRange
 
@@ -31,6 +34,16 @@ class Window:
     tokens: Ints  # [length]
     documents: Ints  # [length], the document of each token, counted from the first one's
     counted: npt.NDArray[np.bool_] | None = None  # [length], whether training predicts the token; None: all of them
+    labels: Ints | None = None  # of a document or a piece of one: its class [1], or one for each token [length]
+    target: Ints | None = None  # of a pair: the tokens of its other text
+    sentences: Ints | None = None  # the tokens at which a sentence begins inside its document
+
+
+class RowUnit(Enum):
+    """The part of a document that a sample has, if it has one document alone."""
+
+    DOCUMENT = "all of it"
+    PIECE = "a piece with a labelled token"
 
 
 @frozen
@@ -39,6 +52,7 @@ class DataPart:
 
     With weights, sample i comes from dataset k with the share weights[k]. Without, an epoch has every window of all
     ranges once. whole_documents: samples have whole documents, padded at their end, instead of cuts of the text.
+    rows: a sample has one document alone.
     """
 
     name: str
@@ -46,6 +60,7 @@ class DataPart:
     weights: tuple[float, ...] | None = None
     whole_documents: bool = False
     padding: int = 0  # id of the tokens after the last whole document
+    rows: RowUnit | None = None
 
     @property
     def count(self) -> int:
@@ -63,6 +78,9 @@ class DataPart:
                     f"no conversation of the {self.name} data{where} has an answer within --seq {seq:,} tokens\n"
                     "give a larger --seq, or shorter conversations"
                 )
+            if self.rows and short.count:
+                what = "labelled token" if self.rows is RowUnit.PIECE else "document"
+                raise UserError(f"the {self.name} data{where} have no {what}\ngive more data, or another --split")
             raise UserError(
                 f"the {self.name} text has {short.count:,} tokens, too few for --seq {seq:,}{where}\n"
                 f"give at least {2 * seq:,} tokens of text, or a smaller --seq"
@@ -81,6 +99,8 @@ class DataPart:
         epoch, index = divmod(i, sum(counts))
         key = stable_hash(seed, epoch)
         k, index = _located(permuted(index, sum(counts), key), counts)
+        if self.rows:
+            return self._row(k, index, seq)
         if self.whole_documents:
             return self._packed(k, index, seq)
         return self._window(k, key % seq + seq * index, seq)
@@ -97,14 +117,20 @@ class DataPart:
         """
         counts = self._held_out(seq)
         k, index = _located(permuted(i, sum(counts), 0), counts)
+        if self.rows:
+            return self._row(k, index, seq)
         return self._packed(k, index, seq) if self.whole_documents else self._window(k, seq * index, seq)
 
     def _windows(self, seq: int) -> list[int]:
-        if self.whole_documents:
+        if self.whole_documents or self.rows:
             return self._held_out(seq)
         return [max(0, r.count // seq - 1) for r in self.ranges]
 
     def _held_out(self, seq: int) -> list[int]:
+        if self.rows is RowUnit.PIECE:
+            return [len(labelled_pieces(r.dataset, r.start, r.stop, seq)) for r in self.ranges]
+        if self.rows:
+            return [last - first for first, last in map(_documents_in, self.ranges)]
         if self.whole_documents:
             return [len(packs(r.dataset, r.start, r.stop, seq + 1)) for r in self.ranges]
         return [max(0, r.count - 1) // seq for r in self.ranges]
@@ -114,7 +140,24 @@ class DataPart:
         span, dataset = self.ranges[k], self.ranges[k].dataset
         first, stop = span.start + start, span.start + start + seq + 1
         counted = None if dataset.mask is None else np.array(dataset.mask[first:stop])
-        return Window(dataset.array[first:stop].astype(np.int64), dataset.documents_of(first, stop), counted)
+        sentences = dataset.inner_starts(first, stop)
+        tokens = dataset.array[first:stop].astype(np.int64)
+        return Window(tokens, dataset.documents_of(first, stop), counted, sentences=sentences)
+
+    def _row(self, k: int, index: int, seq: int) -> Window:
+        """Return document number `index` of range k, or the piece of this number, of `seq` tokens at most."""
+        dataset = self.ranges[k].dataset
+        if self.rows is RowUnit.PIECE:
+            assert dataset.labels is not None
+            start, stop = labelled_pieces(dataset, self.ranges[k].start, self.ranges[k].stop, seq)[index].tolist()
+            labels = dataset.labels.array[start:stop].astype(np.int64)
+            return Window(dataset.array[start:stop].astype(np.int64), np.zeros(stop - start, np.int64), None, labels)
+        number = _documents_in(self.ranges[k])[0] + index
+        tokens, beside = (
+            dataset.document(number),
+            [None if d is None else d.document(number).astype(np.int64) for d in (dataset.labels, dataset.target)],
+        )
+        return Window(tokens.astype(np.int64), np.zeros(len(tokens), np.int64), None, *beside)
 
     def _packed(self, k: int, index: int, seq: int) -> Window:
         """Return whole documents of range k and padding: pack number `index`. A longer document is cut at its end."""
@@ -175,6 +218,33 @@ def _located(index: int, counts: list[int]) -> tuple[int, int]:
             return k, index
         index -= count
     raise IndexError(index)
+
+
+def _documents_in(span: TokenRange) -> tuple[int, int]:
+    """Return the first document that begins in a range, and the one after the last."""
+    offsets, size = span.dataset.offsets, span.dataset.token_nbytes
+    return bisect_left(offsets, span.start * size), bisect_left(offsets, span.stop * size)
+
+
+@lru_cache(maxsize=64)
+def labelled_pieces(dataset: IndexedDataset, start: int, stop: int, capacity: int) -> Ints:
+    """Return first token and end of each piece of documents in the tokens [start, stop), [pieces, 2].
+
+    A document has as many pieces of at most `capacity` tokens as it needs. Pieces without a labelled token are left
+    out.
+    """
+    assert dataset.labels is not None
+    if stop == start:
+        return np.zeros((0, 2), np.int64)
+    first, last = dataset.document_at(start), dataset.document_at(stop - 1)
+    borders = np.array(dataset.offsets[first + 1 : last + 1], np.int64) // dataset.token_nbytes
+    begins = np.concatenate([[start], borders])
+    counts = -(-np.diff(np.append(begins, stop)) // capacity)
+    of = np.repeat(np.arange(len(begins)), counts)
+    starts = begins[of] + capacity * (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts))
+    stops = np.minimum(starts + capacity, np.append(begins, stop)[of + 1])
+    labelled = np.concatenate([[0], np.cumsum(np.array(dataset.labels.array[start:stop]) != IGNORED)])
+    return np.stack([starts, stops], axis=1)[labelled[stops - start] > labelled[starts - start]]
 
 
 @lru_cache(maxsize=64)

@@ -13,17 +13,20 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import astuple, evolve, frozen
 
 from megaloom.dsl.errors import UserError
 
-from .chunk_workers import ChunkTask, cached_tokenizer, tokenized
+from .chunk_workers import tokenized
 from .description import TOKENIZER_SUFFIX, Description, read_description, write_description
-from .documents import DEFAULT_KEY, Chunk, DocumentSource, open_source, read_chunk
+from .documents import Chunk, DocumentSource, class_names, open_images, open_source
+from .encoding import ChunkTask, cached_tokenizer
 from .folder_lock import locked_folder, named_write_errors
+from .images import PIXEL_IDS, ImageSize, require_pillow
 from .indexed import (
     INDEX_SUFFIX,
     MASK,
+    TARGET_SUFFIX,
     TOKENS,
     is_indexed,
     open_indexed,
@@ -33,6 +36,9 @@ from .indexed import (
     write_index,
 )
 from .integrity import check_described, tokenizer_digest, tokens_digest
+from .labels import Labels, join_labels
+from .rows import TEXT_KEYS, Keys, texts_of_chunk
+from .sentences import check_language
 from .token_ids import BYTE_IDS
 from .tokenizer import load_tokenizer, save_tokenizer, train_bpe
 
@@ -52,13 +58,17 @@ class Preprocessing:
     prefix: Path
     tokenizer: str | None = None
     train_vocab: int | None = None
-    key: str = DEFAULT_KEY
+    keys: Keys = TEXT_KEYS
+    image: ImageSize | None = None  # the size of images; None: documents are texts
     append_eos: bool = False
+    sentences: str | None = None  # the language by which texts are split into sentences
     workers: int = 1
 
     def check(self) -> None:
         """Raise UserError for options that contradict each other."""
-        if (self.tokenizer is None) == (self.train_vocab is None):
+        if self.image is not None:
+            self._check_images()
+        elif (self.tokenizer is None) == (self.train_vocab is None):
             raise UserError("give one of --tokenizer FILE_OR_FOLDER, --tokenizer bytes, and --train-vocab 8192")
         if self.workers < 1:
             raise UserError(f"--workers must be at least 1, got {self.workers}")
@@ -66,6 +76,20 @@ class Preprocessing:
             raise UserError(f"-o {self.prefix} is a device\ngive a prefix of files, such as -o text")
         if self.prefix.is_dir():
             raise UserError(f"-o {self.prefix} is a folder\ngive a prefix: -o {self.prefix / 'text'}")
+        if self.sentences is not None:
+            if not self.keys.has_text_only or self.image is not None:
+                raise UserError("--split-sentences is for text without labels, pairs and images\nomit it")
+            check_language(self.sentences)
+        if len(self.keys.flags) != sum(key is not None for key in astuple(self.keys)):
+            raise UserError(f"{' and '.join(self.keys.flags.values())} must be different keys")
+
+    def _check_images(self) -> None:
+        """Raise UserError for options that images do not have."""
+        given = {"--tokenizer": self.tokenizer, "--train-vocab": self.train_vocab, "--target-key": self.keys.target}
+        given["--append-eos"] = self.append_eos or None
+        if wrong := next((flag for flag, value in given.items() if value is not None), None):
+            raise UserError(f"--image-size is for images, which have no {wrong}\nomit {wrong}")
+        require_pillow()
 
 
 def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description, bool]:
@@ -77,7 +101,7 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
     request.check()
     if request.tokenizer is not None:
         load_tokenizer(request.tokenizer)
-    sources = [open_source(name) for name in request.sources]
+    sources = [(open_images if request.image else open_source)(name) for name in request.sources]
     digest = _digest(request, sources)
     if is_indexed(request.prefix):
         return _finished(request.prefix, digest), True
@@ -100,7 +124,9 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
 def _digest(request: Preprocessing, sources: list[DocumentSource]) -> str:
     """Return a digest of all that decides the contents of the dataset."""
     tokenizer = f"bpe {request.train_vocab}" if request.tokenizer is None else tokenizer_digest(request.tokenizer)
-    parts = (tokenizer, request.key, request.append_eos, [s.digest for s in sources])
+    keys, more = request.keys, [x for x in (request.image, request.sentences) if x is not None]
+    key = keys.text if keys.has_text_only else keys
+    parts = (tokenizer, key, request.append_eos, [s.digest for s in sources], *more)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -132,7 +158,7 @@ def _discard_others(parts: Path, contents: str) -> None:
 
 def _tokenizer_of(request: Preprocessing, parts: Path, sources: list[DocumentSource], show: ShowProgress) -> str:
     """Return "bytes" or the folder of the tokenizer, which is copied or trained unless an earlier call did so."""
-    if request.tokenizer == BYTE_IDS.name:
+    if request.tokenizer == BYTE_IDS.name or request.image is not None:
         return BYTE_IDS.name
     folder, unfinished = parts / "tokenizer", parts / f"tokenizer.{os.getpid()}.tmp"
     if folder.exists():
@@ -145,17 +171,16 @@ def _tokenizer_of(request: Preprocessing, parts: Path, sources: list[DocumentSou
         total = sum(chunk.nbytes for chunk in chunks)
         chosen = chunks[:: 1 + total // TRAINED_NBYTES]
         show("training the tokenizer", 0, sum(chunk.nbytes for chunk in chosen))
-        train_bpe(_texts(chosen, request.key, show), request.train_vocab, unfinished)
+        train_bpe(_texts(chosen, request.keys, show), request.train_vocab, unfinished)
     unfinished.rename(folder)
     return str(folder)
 
 
-def _texts(chunks: list[Chunk], key: str, show: ShowProgress) -> Iterator[str]:
-    """Yield the texts of chunks, and of conversations the text of each message."""
+def _texts(chunks: list[Chunk], keys: Keys, show: ShowProgress) -> Iterator[str]:
+    """Yield the texts of chunks: of conversations the text of each message."""
     done, total = 0, sum(chunk.nbytes for chunk in chunks)
     for chunk in chunks:
-        for document in read_chunk(chunk, key):
-            yield from [document] if isinstance(document, str) else (str(m.get("content", "")) for m in document)
+        yield from texts_of_chunk(chunk, keys)
         done += chunk.nbytes
         show("training the tokenizer", done, total)
 
@@ -164,15 +189,15 @@ def _tokenize(
     request: Preprocessing, tokenizer: str, parts: Path, sources: list[DocumentSource], show: ShowProgress
 ) -> None:
     """Tokenize the chunks that have no part yet."""
-    loaded = cached_tokenizer(tokenizer)
-    if request.append_eos and loaded.ids.eos is None:
+    if request.append_eos and cached_tokenizer(tokenizer).ids.eos is None:
         raise UserError(
             f"the tokenizer {request.tokenizer} names no token that ends a document, which --append-eos needs\n"
             "give its folder with a tokenizer_config.json that has an eos_token"
         )
     chunks = [chunk for source in sources for chunk in source.chunks]
     tasks = [
-        ChunkTask(chunk, _part(parts, i), tokenizer, request.key, request.append_eos) for i, chunk in enumerate(chunks)
+        ChunkTask(chunk, _part(parts, i), tokenizer, request.keys, request.append_eos, request.image, request.sentences)
+        for i, chunk in enumerate(chunks)
     ]
     left = [task for task in tasks if not path_of(task.out, INDEX_SUFFIX).exists()]
     total = sum(chunk.nbytes for chunk in chunks)
@@ -194,34 +219,60 @@ def _join(request: Preprocessing, tokenizer: str, parts: Path, sources: Sources,
             if chats
             else f"no text in {', '.join(request.sources)}: every document is empty"
         )
+    if True in chats and request.sentences is not None:
+        raise UserError("--split-sentences is for texts, and the documents are conversations\nomit it")
     if True in chats and not any(each.mask is not None and each.mask.any() for each in datasets):
         raise UserError(
             f"no message in {', '.join(request.sources)} has the role 'assistant', whose tokens training predicts\n"
             "name the roles system, user and assistant"
         )
-    ids, prefix = cached_tokenizer(tokenizer).ids, request.prefix
+    ids, prefix = PIXEL_IDS if request.image else cached_tokenizer(tokenizer).ids, request.prefix
     if tokenizer != BYTE_IDS.name:
         ids = evolve(ids, name=path_of(prefix, TOKENIZER_SUFFIX).name)
     suffixes = (TOKENS, MASK) if True in chats else (TOKENS,)
     for suffix in suffixes:
         _concatenate([path_of(each.prefix, suffix) for each in datasets], path_of(prefix, suffix))
+    if request.keys.target is not None:
+        _join_targets([path_of(each.prefix, TARGET_SUFFIX) for each in datasets], path_of(prefix, TARGET_SUFFIX))
     if tokenizer != BYTE_IDS.name:
         shutil.rmtree(path_of(prefix, TOKENIZER_SUFFIX), ignore_errors=True)
         shutil.copytree(tokenizer, path_of(prefix, TOKENIZER_SUFFIX))
-    lengths = np.concatenate([each.lengths for each in datasets])
+    lengths = np.concatenate([each.sequence_lengths for each in datasets])
+    ends = np.cumsum([0, *(each.sequences for each in datasets)])
+    firsts = [each.first_sequences[:-1] + start for each, start in zip(datasets, ends, strict=False)]
+    labels = _join_labels(request, [each.prefix for each in datasets], sources)
+    pairs = request.keys.target is not None
     description = Description(
         digest=digest,
         sources=request.sources,
-        documents=len(lengths),
+        documents=sum(each.documents for each in datasets),
         tokens=int(lengths.sum()),
         ids=ids,
         tokenizer=tokenizer_digest(tokenizer),
         chat=True in chats,
-        tokens_digest=tokens_digest(prefix),
+        labels=labels,
+        pairs=pairs,
+        image=request.image,
+        tokens_digest=tokens_digest(prefix, labels=labels is not None, pairs=pairs),
     )
     write_description(description, prefix)
-    write_index(lengths, prefix, smallest_token_type(ids.vocab))
+    write_index(lengths, prefix, smallest_token_type(ids.vocab), np.concatenate([*firsts, ends[-1:]]))
     return description
+
+
+def _join_targets(parts: list[Path], prefix: Path) -> None:
+    """Join the targets of parts in order."""
+    datasets = [open_indexed(part) for part in parts]
+    _concatenate([path_of(part, TOKENS) for part in parts], path_of(prefix, TOKENS))
+    write_index(np.concatenate([each.lengths for each in datasets]), prefix, datasets[0].token_type)
+
+
+def _join_labels(request: Preprocessing, parts: list[Path], sources: Sources) -> Labels | None:
+    """Join the labels of parts in order, and return their classes; None if there are no labels."""
+    if (key := request.keys.label) is None:
+        return None
+    declared = {class_names(source.chunks[0], key) for source in sources}
+    return join_labels(parts, request.prefix, declared.pop() if len(declared) == 1 else ())
 
 
 def _concatenate(paths: list[Path], out: Path) -> None:

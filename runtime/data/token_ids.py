@@ -8,6 +8,21 @@ BYTES = 256
 
 
 @frozen
+class Template:
+    """The special tokens that a tokenizer puts around a text, and around the two texts of a pair, with token types."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    pair: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())  # before, between and after
+    types: tuple[int, ...] = (0, 1)  # of each special token of a pair in order, a text standing for one of them
+
+    @property
+    def count(self) -> int:
+        """Return the number of special tokens around a text."""
+        return len(self.before) + len(self.after)
+
+
+@frozen
 class TokenIds:
     """Number of ids and special ids of a tokenizer."""
 
@@ -17,6 +32,7 @@ class TokenIds:
     mask: int | None = None
     sentinels: tuple[int, ...] = ()  # replace removed spans, first one first
     name: str = "bytes"
+    template: Template = Template()
 
     @property
     def unit(self) -> str:

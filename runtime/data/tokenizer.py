@@ -19,7 +19,7 @@ from attrs import field, frozen
 from megaloom.dsl.errors import UserError
 
 from .indexed import smallest_token_type
-from .token_ids import BYTE_IDS, TokenIds
+from .token_ids import BYTE_IDS, Template, TokenIds
 from .tokenizer_files import (
     CONFIG_NAME,
     JSON_NAME,
@@ -57,6 +57,9 @@ class TextTokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text, without special tokens."""
 
+    def encode_words(self, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        """Return the tokens of a text that is given as words, and the number of the word of each token."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
 
@@ -75,6 +78,10 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the bytes of each text. Surrogates stand for bytes that are no UTF-8."""
         return [np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) for text in texts]
+
+    def encode_words(self, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        """Return the bytes of words, each with the space after it, and the number of the word of each byte."""
+        return _words_one_by_one(self, [f"{word} " for word in words])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of bytes; the zero byte ends a document and is left out."""
@@ -100,6 +107,11 @@ class JsonTokenizer:
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, kind) for e in encoded]
 
+    def encode_words(self, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        """Return the tokens of words, and the number of the word of each."""
+        encoded = self.backend.encode(list(words), is_pretokenized=True, add_special_tokens=False)
+        return np.array(encoded.ids, smallest_token_type(self.ids.vocab)), np.array(encoded.word_ids, np.int64)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         return str(self.backend.decode(list(tokens), skip_special_tokens=True))
@@ -121,9 +133,19 @@ class SentencePieceTokenizer:
         """Return the tokens of each text."""
         return [np.array(e, smallest_token_type(self.ids.vocab)) for e in self.backend.encode(list(texts))]
 
+    def encode_words(self, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        """Return the tokens of words, and the number of the word of each."""
+        return _words_one_by_one(self, words)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         return str(self.backend.decode([int(t) for t in tokens]))
+
+
+def _words_one_by_one(tokenizer: TextTokenizer, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    """Return the tokens of words that are encoded by themselves, and the number of the word of each."""
+    each = tokenizer.encode(words)
+    return np.concatenate(each), np.repeat(np.arange(len(each)), [len(tokens) for tokens in each])
 
 
 def load_tokenizer(source: str) -> TextTokenizer:
@@ -195,8 +217,32 @@ def _json(text: str, name: str, config: Mapping[str, Any]) -> JsonTokenizer:
         mask=named("mask_token", *MASK_NAMES),
         sentinels=tuple(sentinels),
         name=name,
+        template=_template(backend),
     )
     return JsonTokenizer(backend, ids)
+
+
+def _template(backend: Any) -> Template:
+    """Return the special tokens that a tokenizer puts around the text "a" and the pair "a", "a"."""
+    single, pair = _special(backend.encode("a")), _special(backend.encode("a", "a"))
+    if len(single) != 2 or len(pair) != 3 or not any(single):
+        return Template()  # a tokenizer without the letter, or without special tokens
+    ids = [tuple(id_ for id_, _ in part) for part in (*single, *pair)]
+    encoded = backend.encode("a", "a")
+    texts = [encoded.type_ids[encoded.sequence_ids.index(i)] for i in (0, 1)]
+    types = [[kind for _, kind in part] for part in pair]
+    return Template(ids[0], ids[1], (ids[2], ids[3], ids[4]), (*types[0], texts[0], *types[1], texts[1], *types[2]))
+
+
+def _special(encoded: Any) -> list[list[tuple[int, int]]]:
+    """Return the special tokens, with their types, before, between and after the texts of an encoding."""
+    parts: list[list[tuple[int, int]]] = [[]]
+    for i, (id_, kind, text) in enumerate(zip(encoded.ids, encoded.type_ids, encoded.sequence_ids, strict=True)):
+        if text is None:
+            parts[-1].append((id_, kind))
+        elif i == 0 or encoded.sequence_ids[i - 1] != text:
+            parts.append([])
+    return parts
 
 
 def _check_ids(known: Mapping[str, int], name: str) -> None:

@@ -82,6 +82,7 @@ class Decoder:
             rows.source_lengths = torch.full((count,), source.shape[1], device=where)
             rows.least_source = source.shape[1]
             inputs[self.graph.source or ""] = source.to(where)
+            inputs |= {name: torch.zeros_like(inputs[self.graph.source or ""]) for name in self.graph.source_documents}
             sizes |= dict.fromkeys(self._source_dims(), source.shape[1])
         return self._run(inputs, sizes, rows, DecodingNode.begin, self.graph.names), rows
 

@@ -53,6 +53,7 @@ class DecodingGraph:
     tokens: str  # the input of written tokens
     source: str | None  # the input of an encoder's tokens
     documents: tuple[str, ...]  # inputs of document indices: all tokens are of one document
+    source_documents: tuple[str, ...]  # those of an encoder's tokens
     incremental: frozenset[str]  # names of nodes and inputs that depend on the written tokens
 
     @cached_property
@@ -92,14 +93,15 @@ def decoding_graph(graph: Graph) -> DecodingGraph:
         needed.update(n.inputs if n.name in needed else ())
     nodes = [n for n in graph.nodes if n.name in needed]
     _check_causal(graph, nodes, positions[0])
-    tokens, source, documents = _inputs(graph, nodes, positions[0])
+    tokens, source, documents, source_documents = _inputs(graph, nodes, positions[0])
     incremental = {tokens, *documents}
     for n in nodes:
         if incremental.intersection(n.inputs):
             incremental.add(n.name)
     nodes = [_by_position_ids(n, positions[0]) if n.name in incremental else n for n in nodes if not n.is_input]
     names = frozenset(incremental | {name for n in nodes for name in n.inputs if name.startswith(POSITIONS)})
-    return DecodingGraph(graph, tuple(nodes), logits, positions[0], tokens, source, documents, names)
+    inputs = tokens, source, documents, source_documents
+    return DecodingGraph(graph, tuple(nodes), logits, positions[0], *inputs, names)
 
 
 def _check_causal(graph: Graph, nodes: list[Node], sequence: Dim) -> None:
@@ -114,10 +116,10 @@ def _check_causal(graph: Graph, nodes: list[Node], sequence: Dim) -> None:
                 )
 
 
-def _inputs(graph: Graph, nodes: list[Node], sequence: Dim) -> tuple[str, str | None, tuple[str, ...]]:
-    """Return the names of the inputs: written tokens, an encoder's tokens, document indices."""
+def _inputs(graph: Graph, nodes: list[Node], sequence: Dim) -> tuple[str, str | None, tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the inputs: written tokens, an encoder's tokens, document indices of each."""
     inputs = [n for n in nodes if n.is_input]
-    documents = [n for n in inputs if isinstance(n.op, DocumentIndices) and sequence in n.shape.dims]
+    documents = [n for n in inputs if isinstance(n.op, DocumentIndices)]
     ids = [n for n in inputs if n.value.dtype is DType.INDEX and not isinstance(n.op, DocumentIndices)]
     tokens = [n for n in ids if sequence in n.shape.dims]
     sources = [n for n in ids if n not in tokens]
@@ -126,7 +128,8 @@ def _inputs(graph: Graph, nodes: list[Node], sequence: Dim) -> tuple[str, str | 
         other = next((n for n in inputs if n not in known), None)
         reads = "no tokens" if other is None else f"the input {other.name!r} {other.shape}"
         raise UserError(f"{graph.name} reads {reads}, so text alone is not enough to generate from it")
-    return tokens[0].name, sources[0].name if sources else None, tuple(n.name for n in documents)
+    written, read = (tuple(n.name for n in documents if (sequence in n.shape.dims) is along) for along in (True, False))
+    return tokens[0].name, sources[0].name if sources else None, written, read
 
 
 def incremental_values(p: Program, reads: tuple[bool, ...]) -> frozenset[int]:

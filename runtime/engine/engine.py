@@ -113,6 +113,7 @@ class Engine:
         own = complete(steps)
         if steps is not None:
             pipeline.own_steps, pipeline.reads_more = True, reads_more(own)
+        if steps is not None or pipeline.terms.classifier:
             for chunk in model_chunks:
                 chunk.return_predictions()
         shared = SharedBatches(groups, tuple(n.name for n in g.nodes if n.is_input))

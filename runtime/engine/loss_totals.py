@@ -18,9 +18,10 @@ from megaloom.dsl import (
     StackLosses,
 )
 from megaloom.runtime.body.balancing_loss import record_size, recorded_balance, recorded_frequencies
-from megaloom.runtime.samples.samples import is_over_positions
+from megaloom.runtime.samples.objectives import is_over_positions
 
-from .results import BALANCING, EvaluationResult
+from .results import BALANCING, EvaluationResult, Scores
+from .scores import ROWS, Classifier
 
 
 @frozen
@@ -71,6 +72,7 @@ class LossTerms:
     losses: Losses
     balanced: tuple[tuple[str, MoE], ...]  # mixtures with a balancing loss, by node
     predicts_tokens: str | None  # the loss that is the cross-entropy of the tokens
+    classifier: Classifier | None = None
 
     @classmethod
     def of(cls, graph: Graph, cp: int) -> LossTerms:
@@ -78,7 +80,9 @@ class LossTerms:
         losses = Losses.of(graph, cp)
         balanced = tuple((n.name, n.op) for n in graph.nodes if isinstance(n.op, MoE) and n.op.balance)
         ops = {name: graph.nodes[graph.index[name]].op for name in losses.names}
-        return cls(losses, balanced, next((name for name, op in ops.items() if _predicts_tokens(op)), None))
+        classifier = Classifier.of(graph)
+        tokens = None if classifier else next((name for name, op in ops.items() if _predicts_tokens(op)), None)
+        return cls(losses, balanced, tokens, classifier)
 
     @property
     def over_batch(self) -> bool:
@@ -88,7 +92,13 @@ class LossTerms:
     @property
     def size(self) -> int:
         """Return the length of `LossTotals.sums`."""
-        return 2 * (1 + len(self.losses.names)) + 1 + sum(record_size(op) for _, op in self.balanced)
+        records = sum(record_size(op) for _, op in self.balanced)
+        return 2 * (1 + len(self.losses.names)) + 1 + records + self.scored
+
+    @property
+    def scored(self) -> int:
+        """Return the number of counts by class, at the end of `LossTotals.sums`."""
+        return ROWS * self.classifier.classes if self.classifier else 0
 
     def zero(self, device: torch.device | int | None = None) -> LossTotals:
         """Return the totals of no micro-batch."""
@@ -97,7 +107,8 @@ class LossTerms:
 
 @frozen(eq=False)
 class LossTotals:
-    """Sums over micro-batches: loss and weights of all losses together, of each, sequences, records of each mixture."""
+    """Sums over micro-batches: loss and weights of all losses together, of each, sequences, records of each mixture,
+    and counts of predicted classes."""
 
     terms: LossTerms
     sums: Tensor  # float64 [terms.size]
@@ -112,6 +123,10 @@ class LossTotals:
     def add_sequences(self, count: int) -> None:
         """Count sequences, in place."""
         self.sums[self._pairs] += count
+
+    def add_counts(self, counts: Tensor) -> None:
+        """Add counts by class, [3, classes], in place."""
+        self.sums[-self.terms.scored :] += counts.flatten()
 
     def add_records(self, records: Mapping[str, Tensor]) -> None:
         """Add what mixtures have recorded for a micro-batch, in place."""
@@ -145,7 +160,13 @@ class LossTotals:
         """Return the result of an evaluation with these totals."""
         name, names = self.terms.predicts_tokens, self.terms.losses.names
         entropy = None if name is None else self._mean(names.index(name))
-        return EvaluationResult(self.loss, round(float(self.sums[1])), self.means, entropy)
+        return EvaluationResult(self.loss, round(float(self.sums[1])), self.means, entropy, self._scores)
+
+    @property
+    def _scores(self) -> Scores | None:
+        """Return the scores of a classification; None if nothing was counted, as in training."""
+        counts = self.sums[len(self.sums) - self.terms.scored :]
+        return Scores.of(*counts.view(ROWS, -1).tolist()) if float(counts.sum()) else None
 
     def _mean(self, i: int) -> float:
         """Return the mean of loss i."""
@@ -159,7 +180,7 @@ class LossTotals:
     def _records(self) -> list[tuple[str, MoE, Tensor]]:
         """Return the mixtures and views of their sums."""
         sizes = [record_size(op) for _, op in self.terms.balanced]
-        parts = self.sums[self._pairs + 1 :].split(sizes) if sizes else ()
+        parts = self.sums[self._pairs + 1 :][: sum(sizes)].split(sizes) if sizes else ()
         return [(name, op, own) for (name, op), own in zip(self.terms.balanced, parts, strict=True)]
 
 

@@ -106,7 +106,7 @@ class PipelineRun:
     ) -> LossTotals:
         """Run these micro-batches, of whole sequences. weights: of `_weights`. frequencies: of experts, see `run`."""
         *of_losses, sequences = weights.tolist()
-        forward_step = partial(self._forward_step, step, of_losses[0] / weights[:-1])
+        forward_step = partial(self._forward_step, step, of_losses[0] / weights[:-1], scored=forward_only)
         balancing = [Balancing(of_losses[0] / sequences, frequencies) for _ in whole]
         feed = [
             (self._on_device(batch), {"masks": evolve(masks, first_sample=start), "balancing": losses})
@@ -127,20 +127,25 @@ class PipelineRun:
         )
         if self.own_steps:
             check_equal_sums(step, self.returned, self.groups)
-        return self._totals(part, [each["sums"] for each in sums], [losses.records for losses in balancing])
+        return self._totals(part, sums, [losses.records for losses in balancing])
 
-    def _totals(self, part: MicroBatches, sums: list[Tensor], records: list[dict[str, Tensor]]) -> LossTotals:
+    def _totals(
+        self, part: MicroBatches, reports: list[dict[str, Tensor]], records: list[dict[str, Tensor]]
+    ) -> LossTotals:
         """Return the totals of all ranks.
 
-        sums: of each micro-batch on the last stage, [1 + losses, 2]. records: of mixtures, for each micro-batch.
+        reports: of each micro-batch on the last stage, its `sums` [1 + losses, 2] and its `counts`. records: of
+        mixtures, for each micro-batch.
         """
         total, groups = self.terms.zero(device.current()), self.groups
         for i, start in enumerate(part.starts):
             if start < part.stop:
                 total.add_records(records[i])
                 if groups.is_last_pipeline_rank and groups.tp_rank == 0:
-                    total.add_losses(sums[i])
+                    total.add_losses(reports[i]["sums"])
                     total.add_sequences(part.size if groups.cp_rank == 0 else 0)
+                    if "counts" in reports[i] and groups.cp_rank == 0:
+                        total.add_counts(reports[i]["counts"])
         dist.all_reduce(total.sums)
         return total
 
@@ -246,8 +251,13 @@ class PipelineRun:
         ratios: Tensor,
         feed: Iterator[tuple[MicroBatch, dict[str, Any]]],
         chunk: DistributedDataParallel,
+        *,
+        scored: bool,
     ) -> tuple[Tensor, Any]:
-        """Run a micro-batch through a chunk. Return its output and the loss reduction, as the schedules ask."""
+        """Run a micro-batch through a chunk. Return its output and the loss reduction, as the schedules ask.
+
+        scored: count the classes that a classifier predicts.
+        """
         results: list[Any] = []
         whole_batch, options = next(feed)
 
@@ -256,7 +266,10 @@ class PipelineRun:
             if not isinstance(out, dict):
                 return None
             outputs, each = self._outputs(out, ratios)
-            results.append(each)
+            report = {"sums": each}
+            if scored and (classifier := self.terms.classifier):
+                report["counts"] = classifier.counts(outputs.gathered(classifier.logits), batch)
+            results.append(report)
             return outputs
 
         sums = step(forward, dict(whole_batch))
@@ -281,7 +294,7 @@ class PipelineRun:
         return Outputs(LocalOutputs(out, self.graph, self.groups, losses), loss_sum, weight_sum.detach()), each
 
     def _reduce_loss(
-        self, weight_sum: Tensor, each: Tensor, loss_sum: Tensor
+        self, weight_sum: Tensor, report: dict[str, Tensor], loss_sum: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return a micro-batch's loss sum, the number of its backward passes, and a report of its sums."""
         total = torch.stack([loss_sum.detach().to(self.weight_sum), weight_sum.detach().to(self.weight_sum)])
@@ -289,8 +302,8 @@ class PipelineRun:
         if self.own_steps and self.groups.cp_rank > 0:
             total = torch.zeros_like(total)  # the sums are over whole sequences, on each context-parallel rank
         self.weight_sum += total[1]
-        report = torch.cat([total[None], each.to(total)])
-        return loss_sum, torch.ones((), dtype=torch.int, device=report.device), {"sums": report}
+        sums = torch.cat([total[None], report["sums"].to(total)])
+        return loss_sum, torch.ones((), dtype=torch.int, device=sums.device), {**report, "sums": sums}
 
     def finalize_gradients(self, chunks: list[Any], count: Tensor | None = None, **options: Any) -> None:
         """Reduce the gradients of the step, divided by the sum of the weights of the global batch.

@@ -7,7 +7,7 @@ is a balanced load. The loss does not contain it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
@@ -27,6 +27,24 @@ class StepResult:
 
 
 @frozen
+class Scores:
+    """Scores of predicted classes, the ones with the largest logits."""
+
+    accuracy: float  # share of the right ones
+    macro_f1: float  # mean of the F1 scores of the classes that are given or predicted
+
+    @classmethod
+    def of(cls, right: Sequence[float], predicted: Sequence[float], given: Sequence[float]) -> Scores:
+        """Return the scores of counts by class, as scikit-learn's accuracy_score and f1_score(average="macro").
+
+        The F1 score of a class is 2 right / (predicted + given).
+        """
+        counts = zip(right, predicted, given, strict=True)
+        each = [2 * r / (p + g) for r, p, g in counts if p + g]
+        return cls(sum(right) / sum(given), sum(each) / len(each))
+
+
+@frozen
 class EvaluationResult:
     """Mean loss of an evaluation, equal on all ranks."""
 
@@ -34,6 +52,7 @@ class EvaluationResult:
     tokens: int  # predicted; sequences or images of a classification
     terms: Mapping[str, float] = field(factory=dict)  # as in `StepResult`
     cross_entropy: float | None = None  # nats per token, if a term predicts tokens
+    scores: Scores | None = None  # of a classification
 
     @property
     def perplexity(self) -> float | None:

@@ -220,6 +220,8 @@ def loss_text(result: EvaluationResult, unit: str, digits: int = 4) -> str:
     parts += [f"{name} {value:.{digits}f}" for name, value in result.terms.items()]
     if result.perplexity is not None:
         parts.append(f"perplexity {result.perplexity:.3f}")
+    if result.scores is not None:
+        parts.append(f"accuracy {result.scores.accuracy:.4f}, macro F1 {result.scores.macro_f1:.4f}")
     return ", ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Samples: the named tensors that a declaration asks for, made of text and of seeded synthetic images and classes.
+"""Samples: the named tensors that a declaration asks for, made of text, labels, pairs and images, or made up.
 
 `SampleMaker.of(graph, seq).make(text, i, seed)` returns sample i by the names of the model's inputs, without the batch
 dim. Which tokens are masked, which spans are removed and what an image shows are pure functions of (seed, i): a run
@@ -7,87 +7,40 @@ resumes from its number of consumed samples under any layout.
 
 from __future__ import annotations
 
-from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl import (
-    Classification,
     DocumentIndices,
     DType,
     Graph,
-    LossSums,
-    MaskedScatter,
     MaskedToken,
     NextToken,
     Node,
     SequenceToSequence,
 )
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.layers.losses import Stacked
-from megaloom.dsl.node import primitives
-from megaloom.dsl.sharding_table import SEQUENCES
+from megaloom.runtime.data.description import RUNNING_TEXT, DataKind
+from megaloom.runtime.data.images import DEVIATION, MEAN
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 
-from .denoising import TargetIds, masked, sentinels_of, spans, text_length
+from .data_checks import check_kind
+from .denoising import TargetIds, infilled, masked, paired, sentinels_of, spans, text_length
+from .image_inputs import image_tokens, picture
+from .objectives import Objective, is_over_positions, objective_of, text_rows
+from .padded import labels_of_tokens, padded_pair, padded_text
 from .sample_checks import table_rows
 
 Sample = dict[str, Tensor]
 
 TYPE_INPUTS = ("types", "token_type_ids")  # names of inputs of token types, as BERT's
 END = 0  # the token after each document, of text that comes without its documents
-
-
-class Objective(Enum):
-    """The kind of labels that a sample has."""
-
-    NEXT = "the token after each position"
-    MASKED = "the tokens before masking"
-    SPANS = "the removed spans of the source"
-    CLASSES = "the class of each sample"
-    TAGS = "the class of each token"
-
-    @property
-    def predicts_text(self) -> bool:
-        """Return whether the losses are those of tokens of text."""
-        return self not in (Objective.CLASSES, Objective.TAGS)
-
-
-def objective_of(graph: Graph) -> Objective:
-    """Return the objective of the samples of a model, by the classes of its losses. Other losses predict the next."""
-    ops = [n.op for n in graph.nodes if n.is_loss and not isinstance(n.op, Stacked)]
-    kinds = {
-        MaskedToken: Objective.MASKED,
-        SequenceToSequence: Objective.SPANS,
-        Classification: Objective.CLASSES,
-    }
-    found = next((o for kind, o in kinds.items() if any(isinstance(op, kind) for op in ops)), Objective.NEXT)
-    return Objective.TAGS if found in (Objective.NEXT, Objective.MASKED) and _predicts_tags(graph) else found
-
-
-def _predicts_tags(graph: Graph) -> bool:
-    """Return whether a model predicts other ids than it reads: its logits are not as many as its table has rows."""
-    shapes = [graph.nodes[graph.index[name]].shape for name in graph.predictions[:1]]
-    rows = _text_rows(graph)
-    return rows is not None and any("vocab" in shape and shape["vocab"].known != rows for shape in shapes)
-
-
-def _text_rows(graph: Graph) -> int | None:
-    """Return the rows of the table that looks up the text, the first input of ids; None if there is none."""
-    texts = (n for n in graph.nodes if n.is_input and n.value.dtype is DType.INDEX)
-    texts = (n for n in texts if not isinstance(n.op, DocumentIndices) and n.name not in graph.only_for_losses)
-    return next((rows for n in texts if (rows := table_rows(graph, n))), None)
-
-
-def is_over_positions(loss: Node) -> bool:
-    """Return whether a loss adds up over the positions of sequences, which context-parallel ranks share."""
-    ends = [v for v, *_ in primitives(loss.value) if isinstance(v.op, LossSums)]
-    return any(d.name in SEQUENCES for v in ends for d in v.args[0].shape)
 
 
 @frozen
@@ -102,9 +55,21 @@ class SampleMaker:
     documents: Tensor | None = None  # of the text of one sample: the document of each token, [length]
     counted: Tensor | None = None  # of the text of one sample: whether the token is predicted, [length]; None: all are
     synthetic: bool = False  # labels and images, which text does not have, are made up
+    kind: DataKind = RUNNING_TEXT
+    labels: Tensor | None = None  # of the sample: its class [1], or that of each token of text
+    target: Tensor | None = None  # of a pair: the other text
+    sentences: Tensor | None = None  # the tokens at which a sentence begins inside its document
 
     @classmethod
-    def of(cls, graph: Graph, seq: int, text_ids: TokenIds = BYTE_IDS, *, synthetic: bool = False) -> SampleMaker:
+    def of(
+        cls,
+        graph: Graph,
+        seq: int,
+        text_ids: TokenIds = BYTE_IDS,
+        *,
+        synthetic: bool = False,
+        kind: DataKind = RUNNING_TEXT,
+    ) -> SampleMaker:
         """Return the maker of a model's samples of `seq` tokens. Raise UserError if it predicts something else."""
         (name,) = (graph.predictions[:1]) or ("",)
         shape = graph.nodes[graph.index[name]].shape
@@ -113,30 +78,29 @@ class SampleMaker:
                 f"{name} of {graph.name} is {shape}, not logits with a dim `vocab`, so there are no labels for it\n"
                 "give steps with a data_step of your own"
             )
-        return cls(graph, seq, objective_of(graph), shape["vocab"].known, text_ids, synthetic=synthetic)
+        return cls(graph, seq, objective_of(graph), shape["vocab"].known, text_ids, synthetic=synthetic, kind=kind)
 
     def reading(self, window: Window) -> SampleMaker:
-        """Return the maker of the sample of this window, with its document boundaries and its predicted tokens."""
-        counted = None if window.counted is None else torch.from_numpy(window.counted)
-        return evolve(self, documents=torch.from_numpy(window.documents), counted=counted)
+        """Return the maker of the sample of this window: with its document boundaries, and what it has beside text."""
+        names = ("documents", "counted", "labels", "target", "sentences")
+        arrays = {name: getattr(window, name) for name in names}
+        given: dict[str, Any] = {name: None if x is None else torch.from_numpy(x) for name, x in arrays.items()}
+        return evolve(self, **given)
 
     @property
     def length(self) -> int:
         """Return the number of tokens of text that a sample reads."""
-        if self.objective is Objective.SPANS:
+        if self.objective is Objective.SPANS and not self.infills:
             return text_length(self.source, ends=self.text_ids.eos is not None)
-        return self.seq + 1
+        special = 0 if self.objective is Objective.NEXT else self.text_ids.template.count
+        if self.infills:
+            return max(2, min(self.seq, self.source) - (special or self.text_ids.eos is not None))
+        return max(2, self.seq + 1 - special)
 
     def check_labels(self, data: str = "text") -> None:
-        """Raise UserError if the model needs labels or images, and they are not made up. data: words for the text."""
-        images = any("height" in n.shape for n in self.graph.nodes if n.is_input)
-        needs = (["images"] if images else []) + ([] if self.objective.predicts_text else [self.objective.value])
-        if needs and not self.synthetic:
-            raise UserError(
-                f"{self.graph.name} needs {' and '.join(needs)}, and {data} has none\n"
-                "labels and images are not read from files yet: make samples in a data_step of your own (see the guide "
-                "on losses), or give --data synthetic for made-up ones"
-            )
+        """Raise UserError if the model cannot train on the kind of data, unless they are made up. data: their name."""
+        if not self.synthetic:
+            check_kind(self.graph, self.objective, self.kind, data)
 
     @property
     def source(self) -> int:
@@ -151,16 +115,36 @@ class SampleMaker:
         match self.objective:
             case Objective.MASKED:
                 return ids.vocab + (ids.mask is None)
+            case Objective.SPANS if self.kind.pairs:
+                return ids.vocab
+            case Objective.SPANS if self.infills:
+                return ids.vocab + (ids.mask is None)
             case Objective.SPANS:
                 count = sentinels_of(self.length)
                 return ids.vocab + (count if len(ids.sentinels) < count else 0)
         reads_text = any(n.is_input and n.value.dtype is DType.INDEX for n in self._inputs())
-        return ids.vocab if reads_text and self.objective is Objective.NEXT else 0
+        return ids.vocab if reads_text else 0
+
+    @property
+    def known_ids(self) -> int:
+        """Return the number of ids that the model has for tokens: those of its logits, unless these are classes."""
+        return self.vocab if self.objective.predicts_text else text_rows(self.graph) or self.vocab
+
+    @property
+    def infills(self) -> bool:
+        """Return whether running text is BART's text infilling: its loss says so, and padding of sources is marked."""
+        marks = any(isinstance(n.op, DocumentIndices) and "source" in n.shape for n in self.graph.nodes)
+        return self.objective is Objective.SPANS and marks and self._loss.infilling
+
+    @property
+    def _loss(self) -> SequenceToSequence:
+        """Return the loss of a decoder's target."""
+        return next(n.op for n in self.graph.nodes if isinstance(n.op, SequenceToSequence))
 
     @property
     def _target_ids(self) -> TargetIds:
         """Return the ids of a decoder's target: those of the declared loss, and those of the tokenizer."""
-        loss = next(n.op for n in self.graph.nodes if isinstance(n.op, SequenceToSequence))
+        loss = self._loss
         return TargetIds(loss.start, loss.padding, self.text_ids.eos, self.text_ids.sentinels)
 
     @property
@@ -190,18 +174,18 @@ class SampleMaker:
     @property
     def drawn_ids(self) -> int:
         """Return the number of ids of made-up text: the rows of the table, without ids for masks and spans."""
-        token, count = _image_tokens(self.graph)
+        token, count = image_tokens(self.graph)
         match self.objective:
             case Objective.MASKED:
                 return self.vocab - 1
             case Objective.SPANS:
                 return self.vocab - sentinels_of(self.length)
-        return token if count else _text_rows(self.graph) or BYTE_IDS.vocab
+        return token if count else text_rows(self.graph) or BYTE_IDS.vocab
 
     @property
     def ids(self) -> int:
         """Return the number of ids that tokens of text may have: those below the id that images replace."""
-        token, count = _image_tokens(self.graph)
+        token, count = image_tokens(self.graph)
         return token if count else self.vocab
 
     def make(self, text: Tensor, i: int, seed: int) -> Sample:
@@ -209,29 +193,76 @@ class SampleMaker:
         self.check_labels()
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, i))))
         parts = self._parts(text, random)
-        if self.objective is not Objective.SPANS:
-            parts["documents"] = self._documents(text)[: self.seq]
         out: Sample = {}
         for node in (n for n in self.graph.nodes if n.is_input):
             out[node.name] = self._input(node, parts, random)
         return out
 
     def _parts(self, text: Tensor, random: np.random.Generator) -> dict[str, Tensor]:
-        """Return tokens, labels and mask [seq], of a source also its tokens [seq]; of a class its label []."""
-        seq = self.seq
+        """Return tokens, labels, mask and documents [seq], of a source also its tokens; of a class its label []."""
         match self.objective:
-            case Objective.MASKED:
-                return masked(text[:seq], random, self.vocab, self.text_ids)
+            case Objective.NEXT:
+                return self._next(text)
             case Objective.SPANS:
-                return spans(text, random, self.vocab, seq, self.source, self._target_ids)
-            case Objective.CLASSES:
-                label = torch.tensor(int(random.integers(self.vocab)))  # `check_labels` has asked for made-up ones
-                return {"tokens": text[:seq], "labels": label, "mask": torch.ones(seq, dtype=torch.bool)}
-            case Objective.TAGS:
-                tags = torch.from_numpy(random.integers(self.vocab, size=seq))
-                return {"tokens": text[:seq], "labels": tags, "mask": torch.ones(seq, dtype=torch.bool)}
+                sizes = self.seq, self.source
+                if self.target is not None:
+                    return paired(text, self.target, *sizes, self.text_ids, self._target_ids)
+                if self.infills:
+                    return infilled(text, random, self.vocab, *sizes, self.text_ids, self._target_ids)
+                return spans(text, random, self.vocab, *sizes, self._target_ids)
+            case Objective.MASKED:
+                row = self._running(text, random) if self.target is None else self._row(text)
+                return row | masked(row["tokens"], random, self.vocab, self.text_ids, row["is_text"])
+            case _ if self.synthetic:
+                return self._made_up(text, random)
+        if self.kind.image is not None:
+            pixels = text.reshape(self.kind.image.shape).float() / 255
+            return {"image": (pixels - MEAN) / DEVIATION, "labels": self._class}
+        row = self._row(text)
+        if self.objective is Objective.CLASSES:
+            return row | {"labels": self._class}
+        assert self.labels is not None, "a piece of a document has labels"
+        labels, counted = labels_of_tokens(self.labels, row["is_text"])
+        return row | {"labels": labels, "mask": counted}
+
+    @property
+    def _class(self) -> Tensor:
+        """Return the label of the document or image, []."""
+        assert self.labels is not None, "a document has a label"
+        return self.labels[0]
+
+    def _made_up(self, text: Tensor, random: np.random.Generator) -> dict[str, Tensor]:
+        """Return a text with made-up labels."""
+        seq, tags = self.seq, self.objective is Objective.TAGS
+        labels = torch.from_numpy(np.asarray(random.integers(self.vocab, size=seq if tags else None)))
+        parts = {"tokens": text[:seq], "labels": labels, "mask": torch.ones(seq, dtype=torch.bool)}
+        return parts | {"documents": self._documents(text)[:seq]}
+
+    def _row(self, text: Tensor) -> dict[str, Tensor]:
+        """Return one document, or a pair, with its special tokens and its padding."""
+        ids, seq = self.text_ids, self.seq
+        row = padded_text(text, ids, seq) if self.target is None else padded_pair(text, self.target, ids, seq)
+        return asdict(row, recurse=False) | {"mask": ~row.is_padding}
+
+    def _running(self, text: Tensor, random: np.random.Generator) -> dict[str, Tensor]:
+        """Return running text with the special tokens of the tokenizer around it, each of the document beside it.
+
+        If sentences are known, the text is a pair: up to one that `random` chooses, and from there on.
+        """
+        ids, row = self.text_ids, padded_text(text, self.text_ids, self.seq)
+        most = self.seq - sum(map(len, ids.template.pair))
+        inside = [] if self.sentences is None else [x for x in self.sentences.tolist() if x < most]
+        if inside and any(ids.template.pair):
+            at = int(random.choice(inside))
+            row = padded_pair(text[:at], text[at:most], ids, self.seq)
+        beside = (row.is_text.cumsum(0) - 1).clamp(min=0)
+        return asdict(row, recurse=False) | {"documents": self._documents(text)[beside]}
+
+    def _next(self, text: Tensor) -> dict[str, Tensor]:
+        """Return a text and the token after each position."""
+        seq = self.seq
         tokens, labels = text[:seq].clone(), text[1 : seq + 1].clone()
-        token, count = _image_tokens(self.graph)
+        token, count = image_tokens(self.graph)
         if count >= seq:
             raise UserError(f"--seq {seq} leaves no text after the {count} tokens of an image: use a larger --seq")
         tokens[:count], labels[: max(0, count - 1)] = token, token
@@ -241,7 +272,7 @@ class SampleMaker:
         if self.is_packed:  # the first token of a document is not predicted from another document
             documents = self._documents(text)
             counted &= documents[1 : seq + 1] == documents[:seq]
-        return {"tokens": tokens, "labels": labels, "mask": counted}
+        return {"tokens": tokens, "labels": labels, "mask": counted, "documents": self._documents(text)[:seq]}
 
     def _documents(self, text: Tensor) -> Tensor:
         """Return the document of each token of a text, [length]. Text that comes without them has END after each."""
@@ -258,8 +289,10 @@ class SampleMaker:
     def _input(self, node: Node, parts: dict[str, Tensor], random: np.random.Generator) -> Tensor:
         """Return the tensor of one input."""
         shape, dtype = node.shape, node.value.dtype
-        if isinstance(node.op, DocumentIndices) and "documents" in parts:
-            return parts["documents"]
+        if isinstance(node.op, DocumentIndices):
+            return parts["source_documents" if "source" in shape else "documents"]
+        if "image" in parts and "height" in shape:
+            return parts["image"]
         if "height" in shape:
             sizes = [d.known for d in shape if d.name != "batch"]
             label = int(parts["labels"]) if parts["labels"].ndim == 0 else 0
@@ -268,7 +301,7 @@ class SampleMaker:
             return parts["mask"]
         if dtype is DType.FLOAT32:
             return torch.ones(self.seq)
-        if dtype is not DType.INDEX or isinstance(node.op, DocumentIndices):
+        if dtype is not DType.INDEX:
             raise UserError(
                 f"the data has nothing for the input {node.name} {shape} of {self.graph.name}\n"
                 "give steps with a data_step of your own"
@@ -276,11 +309,11 @@ class SampleMaker:
         if node.name in self.graph.only_for_losses:
             return parts["labels"]
         if node.name != self._first_ids(node):
-            return self._token_types(node, random)
+            return self._token_types(node, parts, random)
         return parts["source" if "source" in shape else "tokens"]
 
-    def _token_types(self, node: Node, random: np.random.Generator) -> Tensor:
-        """Return token types: 0, because text has no pairs, or made-up ones. Raise UserError for another input."""
+    def _token_types(self, node: Node, parts: dict[str, Tensor], random: np.random.Generator) -> Tensor:
+        """Return token types: those of a pair, 0 of other text, or made-up ones. Raise UserError for another input."""
         if self.synthetic:
             return torch.from_numpy(random.integers(table_rows(self.graph, node) or 1, size=self.seq))
         if node.name not in TYPE_INPUTS:
@@ -288,7 +321,7 @@ class SampleMaker:
                 f"the data has nothing for the input {node.name} of {self.graph.name}\n"
                 f"give steps with a data_step of your own, or name the input {TYPE_INPUTS[0]} if it is a token type"
             )
-        return torch.zeros(self.seq, dtype=torch.int64)
+        return parts.get("types", torch.zeros(self.seq, dtype=torch.int64))
 
     def _first_ids(self, node: Node) -> str:
         """Return the first input of ids of this shape that is read by more than losses: the text."""
@@ -301,18 +334,3 @@ class SampleMaker:
             and not isinstance(n.op, DocumentIndices)
             and n.name not in self.graph.only_for_losses
         )
-
-
-def picture(label: int, sizes: list[int], random: np.random.Generator) -> Tensor:
-    """Return an image of a class: a pattern that the class determines, with noise."""
-    pattern = np.random.Generator(np.random.Philox(label)).standard_normal(sizes)
-    return torch.from_numpy((pattern + 0.5 * random.standard_normal(sizes)).astype(np.float32))
-
-
-def _image_tokens(graph: Graph) -> tuple[int, int]:
-    """Return the id of the tokens that images replace, and their number in a sequence; (0, 0) without images."""
-    for node in graph.nodes:
-        for step in program(node).steps:
-            if isinstance(op := step.value.op, MaskedScatter):
-                return op.token, step.value.args[1].shape.positions("embed").known
-    return 0, 0

@@ -11,10 +11,9 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.corpus import Corpus, is_dataset, parse_blend
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.split import DEFAULT_SPLIT, PARTS, TokenRange
-from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.samples.samples import SampleMaker
 
-from .run_data import check_tokenizer, open_sources
+from .run_data import check_tokenizer, of_corpus, open_sources
 from .run_folder import TOKENIZER_NAME, is_run, load_options
 
 ALL = "all"
@@ -37,11 +36,11 @@ class EvaluatedData:
 
 @frozen
 class EvaluatedText:
-    """One source of text to evaluate: its name, its tokens, and their vocabulary."""
+    """One source of data to evaluate: its name, the part that is read, and all of its data."""
 
     name: str
     part: DataPart
-    ids: TokenIds
+    corpus: Corpus
 
 
 def evaluated_data(folder: Path, sources: Sequence[str], part: str | None, split: str | None) -> EvaluatedData:
@@ -95,13 +94,13 @@ def _text(source: str, corpus: Corpus, asked: EvaluatedData, maker: SampleMaker)
     chosen = [p for name, p in parts.items() if p and asked.part in (ALL, name)]
     ranges = _joined(r for p in chosen for r in p.ranges)
     text = evolve(corpus.train, name=asked.part, ranges=ranges, weights=None)
-    if not ranges or not text.held_out_samples(maker.length - 1):
+    if not ranges or not text.held_out_samples(of_corpus(maker, corpus).length - 1):
         split = f" by --split {asked.split}" if is_dataset(source) else ""
         raise UserError(
             f"the {asked.part} part of {source}{split} has {text.count:,} tokens, too few for sequences of "
             f"{maker.seq:,}\ngive more text, or another --part or --split"
         )
-    return EvaluatedText(source, text, corpus.ids)
+    return EvaluatedText(source, text, corpus)
 
 
 def _joined(ranges: Iterable[TokenRange]) -> tuple[TokenRange, ...]:

@@ -15,7 +15,6 @@ from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, latest
-from megaloom.runtime.data.synthetic import SYNTHETIC
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
@@ -23,7 +22,7 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .artefact import opened
 from .evaluated_text import ALL, EvaluatedText, evaluated_data, open_texts
-from .run_data import check_labels, sample_of
+from .run_data import check_labels, of_corpus, sample_of
 from .run_folder import no_checkpoint, plan_and_model
 
 _CHANGED = "the data of the run are not those of step {step}: their files have changed since"
@@ -47,6 +46,7 @@ class RunEvaluation:
     losses: tuple[SourceLoss, ...]
     part: str = ALL
     split: str | None = None  # of indexed datasets
+    counted: str = "tokens"  # what each loss is a mean over: tokens or samples
 
 
 def evaluate_run(
@@ -140,8 +140,7 @@ def _evaluate_on_rank(
     checkpoint.load(engine.state, found)
     losses = []
     for text in texts:
-        synthetic = text.ids.name == SYNTHETIC
-        maker = SampleMaker.of(engine.graph, plan.workload.seq, text.ids, synthetic=synthetic)
+        maker = of_corpus(SampleMaker.of(engine.graph, plan.workload.seq), text.corpus)
         seq = maker.length - 1
 
         def sample(i: int, text: EvaluatedText = text, maker: SampleMaker = maker, seq: int = seq) -> Sample:
@@ -153,4 +152,4 @@ def _evaluate_on_rank(
         with engine.averaged_weights() if averaged else nullcontext():
             result = engine.evaluate_samples(sample, samples, micro_batch=reading.micro_batch)
         losses.append(SourceLoss(text.name, result, maker.unit))
-    return RunEvaluation(found.manifest.step, tuple(found.notes), tuple(losses))
+    return RunEvaluation(found.manifest.step, tuple(found.notes), tuple(losses), counted=maker.counted_word)

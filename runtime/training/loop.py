@@ -41,7 +41,7 @@ from .failures import ended_if_stuck
 from .frozen_objects import existing_objects_frozen
 from .initial_weights import not_finite_note, open_weights, starting_notes
 from .resuming import resume_notes
-from .run_data import empty_validation, sample_of
+from .run_data import empty_validation, of_corpus, sample_of
 from .run_folder import save_run
 from .start_notes import start_notes
 from .training_run import RECENT_STEPS, Summary, TrainingRun
@@ -107,9 +107,7 @@ class Loop:
 
     @maker.default
     def _maker(self) -> SampleMaker:
-        corpus = self.run.corpus
-        seq, synthetic = self.run.plan.workload.seq, is_synthetic(corpus)
-        return SampleMaker.of(self.engine.graph, seq, corpus.ids, synthetic=synthetic)
+        return of_corpus(SampleMaker.of(self.engine.graph, self.run.plan.workload.seq), self.run.corpus)
 
     @samples.default
     def _samples(self) -> int:
@@ -237,7 +235,8 @@ class Loop:
         if self.stopped:
             return None
         event = "test" if name == "test" else "evaluation"
-        self.metrics.write(event, step=self.engine.done, **asdict(result), perplexity=result.perplexity)
+        values = asdict(result, filter=lambda field, value: field.name != "scores" or value is not None)
+        self.metrics.write(event, step=self.engine.done, **values, perplexity=result.perplexity)
         count = f"{'all ' if last and samples == available else ''}{result.tokens:,} {self.maker.counted_word}"
         self.display.print(f"step {self.engine.done}  {name} {loss_text(result, self.maker.unit)} ({count})")
         return result

@@ -44,7 +44,7 @@ def check_same_plan(plan: Plan, recipe: Recipe, options: Mapping[str, object], w
 def check_same_data(corpus: Corpus) -> None:
     """Raise UserError on all ranks unless all can read the data, and find the same there. Every rank calls it."""
     parts = [part for part in (corpus.train, corpus.validation, corpus.test) if part]
-    prefixes = sorted({r.dataset.prefix for part in parts for r in part.ranges})
+    prefixes = sorted({file.prefix for part in parts for r in part.ranges for file in r.dataset.files})
     check_equal(
         agreed(lambda: {str(prefix): _contents(prefix) for prefix in prefixes}),
         "copy the dataset to every host again, or give --data on storage that all hosts share",

@@ -53,6 +53,7 @@ from .run_data import (
     check_labels,
     check_rampup,
     check_tokenizer,
+    of_corpus,
     open_data,
     steps_of,
 )
@@ -221,7 +222,9 @@ def prepare_run(
         check_tokenizer(corpus, data.sources, tokenizer_folder(weights), f"--from {weights}")
     check_keep_best(corpus, data.split, retention.best)
     if data.epochs is not None:
-        recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, recipe, plan.workload.batch))
+        recipe = evolve(
+            recipe, steps=steps_of(data.epochs, corpus, of_corpus(maker, corpus), recipe, plan.workload.batch)
+        )
         watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)
     if corpus.tokenizer:
         shutil.copytree(corpus.tokenizer, folder / TOKENIZER_NAME, dirs_exist_ok=True)
@@ -245,7 +248,7 @@ def prepare_run(
         "tensorboard_dir": None if watching.tensorboard_dir is None else str(watching.tensorboard_dir.resolve()),
         "wandb": watching.wandb,
     }
-    if corpus.ids != BYTE_IDS and corpus.tokenizer is None:
+    if corpus.ids != BYTE_IDS and corpus.tokenizer is None and corpus.kind.image is None:
         options[TOKENIZER_OPTION] = UNKNOWN_TOKENIZER
     before = load_options(folder) if is_run(folder) else None
     if saved is None:  # else ranks save it once they have loaded the checkpoint

@@ -13,15 +13,17 @@ from attrs import evolve, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
-from megaloom.runtime.data.corpus import Corpus, indexed_corpus, open_corpus, parse_blend
-from megaloom.runtime.data.part import Window
+from megaloom.runtime.data.corpus import Corpus, indexed_corpus, kind_of, open_corpus, parse_blend
+from megaloom.runtime.data.description import RUNNING_TEXT
+from megaloom.runtime.data.part import RowUnit, Window
 from megaloom.runtime.data.split import DEFAULT_SPLIT, SplitUnit
-from megaloom.runtime.data.synthetic import SYNTHETIC, synthetic_corpus
+from megaloom.runtime.data.synthetic import SYNTHETIC, is_synthetic, synthetic_corpus
 from megaloom.runtime.data.text_files import STDLIB, existing
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer, tokenizer_of
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.samples.samples import Objective, Sample, SampleMaker
+from megaloom.runtime.samples.objectives import Objective
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 if TYPE_CHECKING:
     from megaloom.runtime.engine.steps import Steps  # its module imports megatron-core
@@ -39,38 +41,58 @@ class DataOptions:
 def open_data(options: DataOptions, maker: SampleMaker, folder: Path) -> Corpus:
     """Return the data of a run. Raise UserError for bad data, or data that the model cannot train on."""
     corpus = open_sources(options.sources, options.split, folder, maker)
-    check_text(corpus, maker)
+    check_text(corpus, of_corpus(maker, corpus))
     return corpus
+
+
+def of_corpus(maker: SampleMaker, corpus: Corpus) -> SampleMaker:
+    """Return the maker of samples of these data."""
+    return evolve(maker, text_ids=corpus.ids, kind=corpus.kind, synthetic=is_synthetic(corpus))
 
 
 def open_sources(sources: Sequence[str], split: str | None, folder: Path, maker: SampleMaker) -> Corpus:
     """Return the data that --data and --split name. Raise UserError for bad data, or of another vocabulary."""
     if tuple(sources) == (SYNTHETIC,):
         return synthetic_corpus(folder, maker.drawn_ids, maker.length, split)
-    return open_corpus(sources, split, folder, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
+    maker = evolve(maker, kind=kind_of(sources))
+    corpus = open_corpus(sources, split, folder, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
+    return _by_rows(corpus, maker)
 
 
 def split_unit(maker: SampleMaker) -> SplitUnit:
-    """Return what --split counts for a model: documents for masked tokens and removed spans, as Megatron-LM does."""
-    documents = maker.objective in (Objective.MASKED, Objective.SPANS)
-    return SplitUnit.DOCUMENTS if documents else SplitUnit.SEQUENCES
+    """Return what --split counts for a model: sequences for the next token, as Megatron-LM does, else documents."""
+    return SplitUnit.SEQUENCES if maker.objective is Objective.NEXT else SplitUnit.DOCUMENTS
+
+
+def _by_rows(corpus: Corpus, maker: SampleMaker) -> Corpus:
+    """Return data whose samples have one document each, where the model predicts labels or reads pairs."""
+    if maker.objective is Objective.TAGS and corpus.kind.labels is not None:
+        unit = RowUnit.PIECE
+    elif corpus.kind.pairs or (maker.objective is Objective.CLASSES and corpus.kind != RUNNING_TEXT):
+        unit = RowUnit.DOCUMENT
+    else:
+        return corpus
+    train, *others = (p and evolve(p, rows=unit) for p in (corpus.train, corpus.validation, corpus.test))
+    assert train
+    return evolve(corpus, train=train, validation=others[0], test=others[1])
 
 
 def check_data(options: DataOptions, maker: SampleMaker) -> None:
     """Raise UserError for data that `open_data` refuses, as far as that shows without copying text."""
     if options.sources == (SYNTHETIC,):
         return
+    maker = evolve(maker, kind=kind_of(options.sources))
     corpus = indexed_corpus(options.sources, options.split, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
     if corpus is not None:
-        check_text(corpus, maker)
+        check_text(_by_rows(corpus, maker), of_corpus(maker, corpus))
     elif (source := parse_blend(options.sources).names[0]) != STDLIB:
         existing(source)
 
 
 def check_labels(graph: Graph, sources: Sequence[str], steps: object = None) -> None:
-    """Raise UserError if a model needs labels or images, which the data have not and no data step makes."""
+    """Raise UserError if a model cannot train on the kind of data, such as without labels, and no data step helps."""
     if not makes_samples(steps) and tuple(sources) != (SYNTHETIC,):
-        SampleMaker.of(graph, 1).check_labels(f"--data {' '.join(sources)}")
+        SampleMaker.of(graph, 1, kind=kind_of(sources)).check_labels(f"--data {' '.join(sources)}")
 
 
 def makes_samples(steps: object) -> bool:
@@ -82,17 +104,19 @@ def makes_samples(steps: object) -> bool:
 def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:
     """Raise UserError unless the model's vocabulary has all ids of the data."""
     needed = evolve(maker, text_ids=ids).needed_ids
-    if maker.vocab < needed:
+    if maker.known_ids < needed:
         text = f"text is read as bytes, which are {ids.vocab} tokens"
         if ids.unit != "byte":
             text = f"the data's tokenizer has {ids.vocab:,} tokens ({ids.name})"
         more = ""
         if needed > ids.vocab:
             spans = maker.objective is Objective.SPANS
-            use = "sentinels of T5's span corruption, the objective of all encoder-decoders here" if spans else "masks"
+            use = "sentinels of T5's span corruption" if spans and not maker.infills else "masks"
             more = f", and {needed - ids.vocab} more ids are needed for {use}"
+            if spans and not maker.infills and ids.mask is not None:
+                more += " (give --set padded=true for BART's text infilling, which uses the mask token)"
         raise UserError(
-            f"{maker.graph.name} has a vocabulary of {maker.vocab:,}; {text}{more}\n"
+            f"{maker.graph.name} has a vocabulary of {maker.known_ids:,}; {text}{more}\n"
             f'declare Dim("vocab", {needed}) or more, or give --set vocab={needed} if the model has such an argument'
         )
 
@@ -177,9 +201,9 @@ def check_rampup(recipe: Recipe, plan: Plan) -> None:
 
 def sample_of(window: Window, maker: SampleMaker, steps: Steps, i: int, seed: int) -> Sample:
     """Return the named tensors of sample i. Raise UserError for a token beyond the model's vocabulary."""
-    if maker.needed_ids and (highest := int(window.tokens.max())) >= maker.vocab:
+    if maker.needed_ids and (highest := int(window.tokens.max())) >= maker.known_ids:
         raise UserError(
-            f"the data has the token {highest:,}, the model has a vocabulary of {maker.vocab:,}\n"
+            f"the data has the token {highest:,}, the model has a vocabulary of {maker.known_ids:,}\n"
             f'declare Dim("vocab", {highest + 1}) or more, or give data of its tokenizer'
         )
     return steps.data_step(maker.reading(window), torch.from_numpy(window.tokens), i, seed)

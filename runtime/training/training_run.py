@@ -75,9 +75,10 @@ class TrainingRun:
     def extent_text(self, part: DataPart, seq: int, samples: int) -> str:
         """Return a line on how much of a part of the data the evaluation at the end reads."""
         available, name = part.held_out_samples(seq), "test" if part is self.corpus.test else "held-out"
+        unit, each = ("documents", 1) if part.rows else ("tokens", seq)
         if samples == available:
-            return f"evaluating all {samples * seq:,} {name} tokens"
-        of = f"{samples * seq:,} of {available * seq:,} {name} tokens"
+            return f"evaluating all {samples * each:,} {name} {unit}"
+        of = f"{samples * each:,} of {available * each:,} {name} {unit}"
         if self.evaluate_batches is not None:
             return f"evaluating {of} (--evaluate-batches {self.evaluate_batches})"
         return f"evaluating {of}, as many as the run has trained on; --evaluate-all reads all"

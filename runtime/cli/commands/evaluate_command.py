@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attrs import astuple
 from rich.table import Table
 from rich.text import Text
 
@@ -33,13 +34,16 @@ def run_evaluate(
 
 
 def evaluation_table(evaluation: RunEvaluation) -> Table:
-    """Return loss, perplexity and number of tokens of each source."""
+    """Return loss and number of tokens of each source, and its perplexity; of a classifier its scores instead."""
+    scored = any(source.result.scores for source in evaluation.losses)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("data")
-    for name in ("loss", "unit", "perplexity", "tokens"):
+    names = ("accuracy", "macro F1", evaluation.counted)
+    for name in ("loss", "unit", *(names if scored else ("perplexity", "tokens"))):
         table.add_column(name, justify="right")
     for source in evaluation.losses:
         result = source.result
         perplexity = "" if result.perplexity is None else f"{result.perplexity:.3f}"
-        table.add_row(Text(source.name), f"{result.loss:.4f}", source.unit, perplexity, f"{result.tokens:,}")
+        scores = [f"{x:.4f}" for x in astuple(result.scores)] if result.scores else [perplexity]
+        table.add_row(Text(source.name), f"{result.loss:.4f}", source.unit, *scores, f"{result.tokens:,}")
     return table

@@ -4,8 +4,24 @@ from typing import Any
 
 import pytest
 
-from megaloom.dsl import Attention, Dim, Embed, Model, NextToken, Unembed, documents, graph, ids, model, packed, weight
-from megaloom.dsl.errors import UserError
+from megaloom.dsl import (
+    Attention,
+    Classification,
+    CrossAttention,
+    Dim,
+    Embed,
+    Model,
+    NextToken,
+    Select,
+    Unembed,
+    apply,
+    documents,
+    graph,
+    ids,
+    model,
+    packed,
+    weight,
+)
 from megaloom.examples.mamba2 import mamba2_130m
 from megaloom.examples.t5 import t5_small
 from megaloom.planner.rules.packing import document_mixing
@@ -39,5 +55,28 @@ def test_a_packed_model_has_the_weights_of_the_model() -> None:
     one, both = graph(tiny_gpt()), graph(packed(tiny_gpt()))
     assert {k: s.dims for k, s in one.weights.items()} == {k: s.dims for k, s in both.weights.items()}
     assert packed(m := packed(tiny_gpt())) is m
-    with pytest.raises(UserError, match="t5-small one input of document indices: it reads two sequences"):
-        packed(t5_small())
+
+
+def test_a_packed_decoder_reads_the_indices_of_its_source() -> None:
+    """The encoder reads its own, the cross-attention both."""
+    one, both, each = graph(t5_small()), graph(packed(t5_small())), ("documents", "source_documents")
+    assert {k: s.dims for k, s in one.weights.items()} == {k: s.dims for k, s in both.weights.items()}
+    assert [n.name for n in one.nodes] == [n.name for n in both.nodes if n.name not in each]
+    read = {frozenset(n.inputs) & frozenset(each) for n in both.nodes}
+    assert read == {frozenset(), frozenset({"source_documents"}), frozenset({"documents"}), frozenset(each)}
+    crossing = [n for n in both.nodes if {*each} <= {*n.inputs}]
+    assert {type(n.op) for n in crossing} == {CrossAttention}
+    assert document_mixing(both) is None
+
+
+def test_the_first_position_is_that_of_one_document() -> None:
+    """A class is read from [CLS], which reads no padding; any other position may be of another document."""
+    d = Dim("embed", 8)
+    x = ids() >> Embed(weight("wte", Dim("vocab", 11), d)) >> Attention(heads=2, causal=False)
+
+    def classifier(position: int) -> Model:
+        logits = apply(Select("seq", position), x) >> Unembed(weight("head", Dim("vocab", 3), d))
+        return packed(model("classifier", logits >> Classification()))
+
+    assert document_mixing(graph(classifier(0))) is None
+    assert "reads one position of each sequence" in (document_mixing(graph(classifier(1))) or ("",))[0]

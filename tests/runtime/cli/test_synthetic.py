@@ -18,7 +18,7 @@ from megaloom.runtime.training.run_data import check_labels
 from tests.support.paths import TEST_MODELS
 
 SMALL = TEST_MODELS / "small.py"
-ADVICE = "labels and images are not read from files yet"
+ADVICE = "make a dataset with them: megaloom data"
 
 
 def classifier() -> Model:
@@ -82,7 +82,7 @@ def test_a_run_on_made_up_data_says_so_everywhere(tmp_path: Path, capfd: pytest.
     said = " ".join(capfd.readouterr().out.split())
     assert said.count("tokens, labels and images are made up") == 2  # at the start, and in the report
     assert "step 2 held-out loss" in said
-    assert "nats (synthetic classification) (4 synthetic samples)" in said
+    assert "nats (synthetic classification), accuracy 0." in said and "(4 synthetic samples)" in said
     assert "over 4 held-out synthetic samples" in said
     assert "--data synthetic" in said[said.index("to train further") :]
     assert "labels and images are made up" in run_page(run)

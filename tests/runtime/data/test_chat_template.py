@@ -13,6 +13,7 @@ from megaloom.runtime.data.chat_template import load_chat_template
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.indexed import open_indexed
 from megaloom.runtime.data.preprocess import Preprocessing, preprocess
+from megaloom.runtime.data.rows import Keys
 from megaloom.runtime.data.tokenizer import train_bpe
 
 HEADER = "<|im_start|>{{ m['role'] }}\n"
@@ -66,7 +67,9 @@ def test_a_template_that_forgets_earlier_messages_is_refused(tmp_path: Path) -> 
 def test_conversations_are_packed_whole_with_their_mask(tmp_path: Path) -> None:
     source, tokenizer = tmp_path / "talks.jsonl", with_template(tmp_path / "chatml", CHATML)
     source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
-    request = Preprocessing(sources=(str(source),), prefix=tmp_path / "out", tokenizer=str(tokenizer), key="messages")
+    request = Preprocessing(
+        sources=(str(source),), prefix=tmp_path / "out", tokenizer=str(tokenizer), keys=Keys("messages")
+    )
     description, _ = preprocess(request, lambda text, done, total: None)
     data = open_indexed(tmp_path / "out")
     assert description.chat and data.has_mask and data.mask is not None
@@ -93,7 +96,9 @@ def test_sequences_without_an_answer_are_left_out(tmp_path: Path) -> None:
     tokenizer, source = with_template(tmp_path / "chatml", CHATML), tmp_path / "talks.jsonl"
     long = [{"role": "user", "content": "Why? " * 60}, {"role": "assistant", "content": "Why not?"}]
     source.write_text("".join(json.dumps({"messages": t}) + "\n" for t in (TALKS[0], long, TALKS[1], long, TALKS[2])))
-    request = Preprocessing(sources=(str(source),), prefix=tmp_path / "out", tokenizer=str(tokenizer), key="messages")
+    request = Preprocessing(
+        sources=(str(source),), prefix=tmp_path / "out", tokenizer=str(tokenizer), keys=Keys("messages")
+    )
     preprocess(request, lambda text, done, total: None)
     part = open_corpus([str(tmp_path / "out")], "100", tmp_path / "run").train
     assert part.windows(seq=200) == 3

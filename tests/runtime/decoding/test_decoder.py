@@ -86,6 +86,8 @@ class PositionedAttention(Layer):
 OTHERS = {
     "own layers": own_layers,
     "packed": lambda: packed(FAMILIES["gpt2"].make(0.0)),
+    "packed t5": lambda: packed(FAMILIES["t5"].make(0.0)),
+    "packed bart": lambda: packed(FAMILIES["bart"].make(0.0)),
     "adapters": lambda: lora(FAMILIES["llama"].make(0.0), 3),
 }
 

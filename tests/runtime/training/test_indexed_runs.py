@@ -15,6 +15,7 @@ from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.indexed import open_indexed
 from megaloom.runtime.data.preprocess import Preprocessing, preprocess
+from megaloom.runtime.data.rows import Keys
 from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.training.evaluated_text import evaluated_data, open_texts
 from megaloom.runtime.training.evaluation import evaluate_run
@@ -179,7 +180,9 @@ def test_a_run_without_a_validation_part_says_so(blend: list[str], plan_of, tmp_
 def test_a_run_on_conversations_learns_the_answers(plan_of, tmp_path: Path) -> None:
     source, tokenizer = tmp_path / "talks.jsonl", with_template(tmp_path / "chatml", CHATML)
     source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
-    request = Preprocessing(sources=(str(source),), prefix=tmp_path / "chats", tokenizer=str(tokenizer), key="messages")
+    request = Preprocessing(
+        sources=(str(source),), prefix=tmp_path / "chats", tokenizer=str(tokenizer), keys=Keys("messages")
+    )
     preprocess(request, lambda text, done, total: None)
     data = str(tmp_path / "chats")
     plan = plan_of(CHAT_MODEL, Layout(), batch=2, seq=128)

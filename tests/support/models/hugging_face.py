@@ -51,6 +51,7 @@ def drawn(model: Model, seq: int = 23, source: int = 29) -> dict[str, Tensor]:
         "source_tokens": torch.randint(VOCAB, (2, source)),
         "types": torch.randint(2, (2, seq)),
         "image": torch.randn(2, 3, 16, 16),
+        "documents": torch.zeros(2, seq, dtype=torch.int64),  # no padding
     }
     if "image" in wanted:
         at = torch.stack([torch.randperm(seq)[:16] for _ in range(2)])
@@ -59,11 +60,11 @@ def drawn(model: Model, seq: int = 23, source: int = 29) -> dict[str, Tensor]:
 
 
 def named(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs by Hugging Face's names."""
+    """The inputs by Hugging Face's names, which has no document indices."""
     theirs = {"tokens": "input_ids", "types": "token_type_ids", "image": "pixel_values"}
     if "source_tokens" in inputs:
         theirs = {"tokens": "decoder_input_ids", "source_tokens": "input_ids"}
-    return {theirs[name]: x for name, x in inputs.items()}
+    return {theirs[name]: x for name, x in inputs.items() if name != "documents"}
 
 
 def complete(g: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
