@@ -34,6 +34,14 @@ def no_cuda_graphs() -> dict[str, Any]:
     return {"cuda_graph_scope" if RELEASE < (0, 18) else "cuda_graph_modules": []}
 
 
+def weight_gather() -> str:
+    """Return the method of DDP by which a sharded optimizer gathers the weights that it has updated.
+
+    It gathers a chunk before 0.18, which gathers group after group of buckets.
+    """
+    return "start_param_sync" if RELEASE < (0, 18) else "_start_bucket_group_param_sync"
+
+
 def define_missing_names() -> None:
     """Define a name that megatron-core 0.16 reads but never sets if Transformer Engine is missing.
 

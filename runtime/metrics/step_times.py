@@ -25,6 +25,7 @@ from megaloom.runtime.engine import engine as engine_module
 from megaloom.runtime.engine import pipeline_run
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.releases import weight_gather
 from megaloom.runtime.megatron.stage_communicator import StageCommunicator
 from megaloom.runtime.modules.shared_weights import SharedGradients
 from megaloom.runtime.optimizer import weight_update
@@ -127,8 +128,9 @@ class StepRecorder:
             setattr(owner, name, _wrapped(wrapper, original))
             stack.callback(setattr, owner, name, original)
         for chunk in self.engine.state.chunks:
-            chunk.start_param_sync = partial(self._timed, GATHER, chunk.start_param_sync)
-            stack.callback(delattr, chunk, "start_param_sync")
+            gather = weight_gather()
+            setattr(chunk, gather, partial(self._timed, GATHER, getattr(chunk, gather)))
+            stack.callback(delattr, chunk, gather)
         for chunk in self.engine.model_chunks if self.nodes else ():
             for node, module in chunk.node_modules():
                 hooks = (
