@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, no_grad
 
-RELEASE = (MAJOR, MINOR)
-"""The installed release, such as (0, 16)."""
+INSTALLED = (MAJOR, MINOR)
+"""The release of megatron-core that is installed, such as (0, 16)."""
 
 
 def results_of_permute(copies: Tensor, probs: Tensor | None, order: Any) -> tuple[Any, ...]:
@@ -23,7 +23,7 @@ def results_of_permute(copies: Tensor, probs: Tensor | None, order: Any) -> tupl
 
     Since 0.17 there are two more, for kernels of Transformer Engine that pad: offsets, and tokens per expert.
     """
-    return (copies, probs, order) if RELEASE < (0, 17) else (copies, probs, order, None, None)
+    return (copies, probs, order) if INSTALLED < (0, 17) else (copies, probs, order, None, None)
 
 
 def no_cuda_graphs() -> dict[str, Any]:
@@ -31,7 +31,7 @@ def no_cuda_graphs() -> dict[str, Any]:
 
     The default prints a deprecation warning before 0.18, which renamed the field and warns of the old name.
     """
-    return {"cuda_graph_scope" if RELEASE < (0, 18) else "cuda_graph_modules": []}
+    return {"cuda_graph_scope" if INSTALLED < (0, 18) else "cuda_graph_modules": []}
 
 
 def weight_gather() -> str:
@@ -39,7 +39,7 @@ def weight_gather() -> str:
 
     It gathers a chunk before 0.18, which gathers group after group of buckets.
     """
-    return "start_param_sync" if RELEASE < (0, 18) else "_start_bucket_group_param_sync"
+    return "start_param_sync" if INSTALLED < (0, 18) else "_start_bucket_group_param_sync"
 
 
 def define_missing_names() -> None:
@@ -47,7 +47,7 @@ def define_missing_names() -> None:
 
     The gate of experts fails without it (moe_utils.py:1192). 0.17 sets it.
     """
-    if RELEASE < (0, 17) and not hasattr(moe_utils, "te_general_gemm"):
+    if INSTALLED < (0, 17) and not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
@@ -57,7 +57,7 @@ def avoid_compiler() -> None:
     Since 0.17 it compiles a C++ extension to share their memory, in the first backward pass: that needs ninja and a
     compiler, and takes half a minute.
     """
-    if RELEASE >= (0, 17):
+    if INSTALLED >= (0, 17):
         random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 
 from megaloom.dsl.catalog import find
@@ -33,6 +35,8 @@ UNDRAWN = {"precision", "recompute-blocks", "own-ops", "sequence-pairs"}
 
 @pytest.fixture(scope="module")
 def verdicts() -> list[Verdict]:
+    if not version("megatron-core").startswith("0.16."):
+        pytest.skip("the rules are those of megatron-core 0.16.1, and cite its lines")
     return launcher.run(judged, (COUNT, SEED), 1, timeout=LIMIT)[0]
 
 

@@ -26,7 +26,7 @@ from megaloom.runtime.megatron import build_context, releases  # noqa: E402
 from megaloom.runtime.modules import layers, permutation  # noqa: E402
 
 RECOMPUTED = Layout(recompute=Recompute.SELECTIVE, recompute_modules=("layernorm",))
-OLD = releases.RELEASE < (0, 17)
+OLD = releases.INSTALLED < (0, 17)
 OTHER = (0, 19) if OLD else (0, 16)
 
 
@@ -34,11 +34,11 @@ def of_other_release(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of `releases` as it is under a release on the other side of its differences."""
 
     def run(*args: Any, **options: Any) -> Any:
-        installed, releases.RELEASE = releases.RELEASE, OTHER
+        installed, releases.INSTALLED = releases.INSTALLED, OTHER
         try:
             return function(*args, **options)
         finally:
-            releases.RELEASE = installed
+            releases.INSTALLED = installed
 
     return run
 
@@ -70,7 +70,7 @@ BYPASSES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "TypeError: TransformerConfig.__init__() got an unexpected keyword argument 'cuda_graph_modules'"
         if OLD
         else "DeprecationWarning: cuda_graph_scope is deprecated"
-        if releases.RELEASE >= (0, 18)
+        if releases.INSTALLED >= (0, 18)
         else "no error",  # 0.17 has the field of 0.16
     ),
     "define_missing_names": (
@@ -84,7 +84,7 @@ BYPASSES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     # Not in `releases`: identities are given to all releases, because one of them needs them.
     "identities as norms of queries and keys": (
         lambda patch: patch.setattr(layers, "IdentityOp", None),
-        "ValueError: qk_layernorm requires Transformer Engine" if releases.RELEASE >= (0, 18) else "no error",
+        "ValueError: qk_layernorm requires Transformer Engine" if releases.INSTALLED >= (0, 18) else "no error",
     ),
 }
 
