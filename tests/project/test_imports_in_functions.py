@@ -31,7 +31,7 @@ REASONS = {
     "runtime/data/documents.py": "start-up time: the libraries of a format are loaded for files of that format",
     "runtime/data/images.py": "Pillow is an extra",
     "runtime/data/rows.py": "start-up time: the libraries of a format are loaded for files of that format",
-    "runtime/data/sentences.py": "pysbd is an extra",
+    "runtime/data/sentences.py": "sentencex is an extra",
     "runtime/data/tokenizer.py": "start-up time: transformers takes seconds, and each kind of tokenizer has a library",
     "runtime/data/tokenizer_files.py": "start-up time: transformers takes seconds",
     "runtime/generation/sampling.py": "start-up time: transformers takes seconds, and greedy search needs none of it",

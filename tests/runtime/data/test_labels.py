@@ -202,7 +202,7 @@ def test_bad_labels_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_sentences_are_the_sequences_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each chunk, and of the joined dataset; megatron-core reads them as we do."""
-    pytest.importorskip("pysbd")
+    pytest.importorskip("sentencex")
     monkeypatch.setattr(documents, "CHUNK_NBYTES", 60)
     texts = ["Dr. Smith went home. He slept.", "One.", "", "Two? Three! Four."]
     source = write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
@@ -218,8 +218,8 @@ def test_sentences_are_the_sequences_of_documents(tmp_path: Path, monkeypatch: p
     theirs = IndexedDataset(str(tmp_path / "a"))
     assert theirs.document_indices.tolist() == [0, 2, 3, 6]
     assert bytes(theirs[1].tolist()) == b"He slept.\0"
-    with pytest.raises(UserError, match="--split-sentences xx is not a language that pysbd splits\ngive am, ar"):
-        made(tmp_path / "b", source, Keys(), sentences="xx")
+    with pytest.raises(UserError, match="--split-sentences English is not a language\ngive its ISO code, such as en"):
+        made(tmp_path / "b", source, Keys(), sentences="English")
     with pytest.raises(UserError, match="--split-sentences is for text without labels"):
         made(tmp_path / "b", source, Keys(label="text"), sentences="en")
 
