@@ -10,6 +10,8 @@ from attrs import Attribute, asdict, evolve, field, frozen
 from attrs.validators import optional as if_given
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.layout import Layout
 
 
 class Schedule(StrEnum):
@@ -90,6 +92,8 @@ class Recipe:
     """Weight decay of all parameters except norms and biases."""
     clip_grad: float = field(default=1.0, validator=_within(0, 1e12))
     """Largest gradient norm: larger gradients are scaled down to it. 0: they are not clipped."""
+    ddp_bucket_size: int | None = field(default=None, validator=if_given(_within(1, 1e15)))
+    """Gradients that are reduced at a time during the backward pass. [default: 40 million, at least 1 million x dp]"""
     beta1: float = field(default=0.9, validator=_within(0, 0.999999))
     """Decay of the first moment."""
     beta2: float = field(default=0.95, validator=_within(0, 0.999999))
@@ -153,6 +157,15 @@ class Recipe:
         if samples >= self.rampup_samples or not increments:
             return batch
         return first + samples * increments // self.rampup_samples * increment
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise UserError for an option that has no effect under a layout."""
+        overlaps = layout.dp * layout.cp > 1 and layout.has_overlap(Overlap.GRADIENTS)
+        if self.ddp_bucket_size is not None and not overlaps:
+            raise UserError(
+                f"--ddp-bucket-size {self.ddp_bucket_size} has no effect: under this layout gradients are not reduced "
+                "during the backward pass\nomit it, or give --overlap gradients and a dp above 1"
+            )
 
     @property
     def peak_lr(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from attrs import evolve
 
 from megaloom.dsl.catalog import find
+from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -38,11 +38,7 @@ def sample(i: int) -> dict[str, torch.Tensor]:
 def curves(plans: list[Plan]) -> list[tuple[list[float], bool]]:
     """On each rank, one plan after the other: see `curve`."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megaloom.runtime.optimizer import optimizer
-
-    optimizer.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=PIECE)
     results = []
     for plan in plans:
         results.append(curve(plan))
@@ -54,7 +50,10 @@ def curve(plan: Plan) -> tuple[list[float], bool]:
     """Losses of three steps and of an evaluation after each; whether modules wait for their weights."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    recipe = evolve(RECIPE, ddp_bucket_size=PIECE) if plan.layout.has_overlap(Overlap.GRADIENTS) else RECIPE
+    engine = Engine.build(plan, find(plan.model)[0], recipe)
+    buckets = sum(len(buffer.buckets) for chunk in engine.state.chunks for buffer in chunk.buffers)
+    assert (buckets > 2 * len(engine.state.chunks)) is plan.layout.has_overlap(Overlap.GRADIENTS)
     losses = []
     for step in range(3):
         losses.append(engine.step(lambda i, step=step: sample(4 * step + i)).loss)
@@ -72,3 +71,10 @@ def test_training_computes_the_same(case: str, plan_of: Any) -> None:
     assert gradients == pytest.approx(none, rel=1e-6)  # the norm of gradients adds up their pieces in another order
     assert weights == gradients
     assert len(set(none)) == 6
+
+
+def test_buckets_need_an_overlap() -> None:
+    recipe = Recipe(ddp_bucket_size=PIECE)
+    with pytest.raises(UserError, match="--ddp-bucket-size 1000 has no effect: under this layout"):
+        recipe.check_layout(evolve(SHARES, overlaps=()))
+    recipe.check_layout(evolve(SHARES, overlaps=(Overlap.GRADIENTS,)))
