@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -108,7 +108,7 @@ def load_tensors(path: Path, classes: Iterable[type] = SAFE_GLOBALS) -> Any:
     """
     safe = [*SAFE_GLOBALS, *OF_ARRAYS, *classes]
     try:
-        with torch.serialization.safe_globals(safe):
+        with _allowed(safe):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if _is_zip(path) else []
             if names:
                 raise unsafe(path, sorted(names)[0])
@@ -136,13 +136,24 @@ def only_weights() -> Iterator[None]:
     before = os.environ.get(FORCE)
     os.environ[FORCE] = "1"
     try:
-        with torch.serialization.safe_globals([*SAFE_GLOBALS]):
+        with _allowed(SAFE_GLOBALS):
             yield
     finally:
         if before is None:
             del os.environ[FORCE]
         else:
             os.environ[FORCE] = before
+
+
+@contextmanager
+def _allowed(classes: Sequence[Any]) -> Iterator[None]:
+    """Let torch unpickle these classes as well. torch would then forget those among them that were allowed before."""
+    before = torch.serialization.get_safe_globals()
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(before)
 
 
 def _is_zip(path: Path) -> bool:
