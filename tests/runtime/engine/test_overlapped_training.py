@@ -53,7 +53,8 @@ def curve(plan: Plan) -> tuple[list[float], bool]:
     recipe = evolve(RECIPE, ddp_bucket_size=PIECE) if plan.layout.has_overlap(Overlap.GRADIENTS) else RECIPE
     engine = Engine.build(plan, find(plan.model)[0], recipe)
     buckets = sum(len(buffer.buckets) for chunk in engine.state.chunks for buffer in chunk.buffers)
-    assert (buckets > 2 * len(engine.state.chunks)) is plan.layout.has_overlap(Overlap.GRADIENTS)
+    if plan.layout.pp == 1:  # later pipeline ranks have one bucket: nothing waits for their gradients
+        assert (buckets > 2) is plan.layout.has_overlap(Overlap.GRADIENTS)
     losses = []
     for step in range(3):
         losses.append(engine.step(lambda i, step=step: sample(4 * step + i)).loss)
