@@ -42,12 +42,15 @@ Modules = Callable[..., bool]
 """Runs a module of this Python with arguments, and returns whether it succeeded."""
 
 
+def environment(folder: str) -> dict[str, str]:
+    """Return this environment with a folder first on Python's path."""
+    path = os.pathsep.join(filter(None, (folder and str(Path(folder).resolve()), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "NO_VCS_VERSION": "1"}
+
+
 def run_module(folder: str, module: str, *arguments: str) -> bool:
     """Run a module with a folder first on its path. Print its output, and return whether it succeeded."""
-    path = os.pathsep.join(filter(None, (folder and str(Path(folder).resolve()), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path, "NO_VCS_VERSION": "1"})
-    return done.returncode == 0
+    return subprocess.run([sys.executable, "-m", module, *arguments], env=environment(folder)).returncode == 0
 
 
 def families(run: Modules) -> bool:
@@ -81,8 +84,8 @@ PARTS: dict[str, Callable[[Modules], bool]] = {"families": families, "tuning": t
 
 def failures(folder: str, parts: Iterable[str]) -> list[str]:
     """Run parts under the release of a folder, and return the names of those that fail."""
-    path = {**os.environ, "PYTHONPATH": os.pathsep.join((folder, os.environ.get("PYTHONPATH", "")))}
-    release = subprocess.run([sys.executable, "-c", VERSION], env=path, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-W", "ignore", "-c", VERSION]
+    release = subprocess.run(command, env=environment(folder), stdout=subprocess.PIPE, text=True, check=True)
     failed = []
     for part in parts:
         print(f"\n== megatron-core {release.stdout.strip()}, {part}", flush=True)
