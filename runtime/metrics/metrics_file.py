@@ -108,7 +108,7 @@ def _wrong_field(event: Mapping[str, Any]) -> str | None:
     for f in (f for f in fields(StepMetrics) if f.name in event):
         value = event[f.name]
         held = list(value.values()) if f.name == "terms" and isinstance(value, dict) else [value]
-        may_be_null = f.type not in ("int", "bool")
+        may_be_null = str(f.type) not in ("int", "bool")
         if any(not isinstance(x, int | float) and not (x is None and may_be_null) for x in held):
             return f.name
         if f.name == "terms" and not isinstance(value, dict):
