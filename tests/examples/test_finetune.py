@@ -1,23 +1,19 @@
 """examples/scripts/finetune.sh from its first line to its last, with a package of the standard library as text."""
 
 import email
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.limits import LIMIT
+from tests.support.forked_shell import run_script
 from tests.support.paths import ROOT
 
 SIZES = {"VOCAB": "512", "LAYERS": "2", "EMBED": "64", "SEQ": "64", "STEPS": "24", "STOP": "5"}
-MEGALOOM = {"PYTHON": sys.executable, "MEGALOOM": f"{sys.executable} -m megaloom.runtime.cli"}
 
 
 def test_the_script_of_the_guide(tmp_path: Path) -> None:
-    environment = {**os.environ, **MEGALOOM, **SIZES, "SOURCE": str(Path(email.__file__).parent)}
+    environment = {**SIZES, "SOURCE": str(Path(email.__file__).parent)}
     script = ["bash", str(ROOT / "examples" / "scripts" / "finetune.sh"), "out"]
-    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    done = run_script(script, tmp_path, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     stopped = re.search(r"stopped; out/run/step-(\d{6}) is saved", (tmp_path / "out" / "first.log").read_text())
     resumed = re.search(r"resumed from step (\d+) of 24", done.stdout)
@@ -27,5 +23,5 @@ def test_the_script_of_the_guide(tmp_path: Path) -> None:
     assert "24 tokens in" in done.stderr  # generate
     differ = re.search(r"of transformers differ by at most (\S+);", done.stdout)
     assert differ and float(differ[1]) < 1e-4
-    again = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    again = run_script(script, tmp_path, environment)
     assert (again.returncode, again.stderr) == (2, "finetune.sh: out exists; give a new folder\n")

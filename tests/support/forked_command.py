@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import NoReturn
@@ -37,7 +37,8 @@ class ForkedCommand:
         if self.pid == 0:
             os.close(out)  # else the command would not notice that its reader leaves
             os.close(err)
-            _become(args, cwd, env or {}, to_out, to_err)
+            os.environ.update(env or {})
+            become(run_command, args, cwd, to_out, to_err)
         os.close(to_out)
         os.close(to_err)
         self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
@@ -96,8 +97,14 @@ def run_forked(*args: object, cwd: Path) -> CompletedProcess[str]:
     return CompletedProcess(command.args, command.returncode or 0, out, err)
 
 
-def _become(args: tuple[str, ...], cwd: Path, env: Mapping[str, str], out: int, err: int) -> NoReturn:
-    """Run the command in this forked process, and exit with its code."""
+def run_command(args: Sequence[str]) -> int:
+    """Run `megaloom` with these arguments, and return its exit code."""
+    sys.argv = ["megaloom", *args]
+    return main()
+
+
+def become(run: Callable[[Sequence[str]], int], args: Sequence[str], cwd: Path, out: int, err: int) -> NoReturn:
+    """Run a command in this forked process with these streams, and exit with its code."""
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -107,9 +114,7 @@ def _become(args: tuple[str, ...], cwd: Path, env: Mapping[str, str], out: int, 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.chdir(cwd)
-        os.environ.update(env)
-        sys.argv = ["megaloom", *args]
-        code = main()
+        code = run(args)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
     except BaseException:
