@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_wandb_offline_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run.mkdir()
     write_steps(Watching(wandb="tests"), run, 1, 3)
     own = (run / "wandb-id").read_text()
+    time.sleep(1)  # W&B names a folder by the second
     write_steps(Watching(wandb="tests"), run, 4, 5)
     assert (run / "wandb-id").read_text() == own
     runs = sorted((run / "wandb").glob("offline-run-*"))
