@@ -188,4 +188,4 @@ def format_nbytes(nbytes: int) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return seconds as text, in s or ms."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"  # three digits: never 1e+03 ms
