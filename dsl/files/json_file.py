@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from .yaml_file import YAML
+
 LARGEST = 1 << 28  # bytes of a file that is read whole
 
 
@@ -46,7 +48,7 @@ def read_json(path: str | os.PathLike[str], **hooks: Any) -> Any:
     return parse_json(read_text(path), **hooks)
 
 
-_SIZES = {"hidden_size", "num_layers", "num_attention_heads"}
+MEGATRON_SIZES = {"hidden_size", "num_layers", "num_attention_heads"}
 """Fields by which a configuration of Megatron-LM or NeMo is known, which says no architecture."""
 
 
@@ -76,7 +78,7 @@ def content_of(path: str | os.PathLike[str]) -> Content:
 @lru_cache(maxsize=32)
 def _content_of(path: Path, nbytes: int, mtime_ns: int) -> Content:
     del nbytes, mtime_ns  # parts of the key: a file that changes is read again
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in YAML:
         return Content.CONFIG
     try:
         data = read_whole(path)
@@ -88,7 +90,9 @@ def _content_of(path: Path, nbytes: int, mtime_ns: int) -> Content:
         return Content.MODEL if data.startswith(b'{"version":') and b'"fingerprint":' in data[:200] else Content.OTHER
     if not isinstance(raw, dict):
         return Content.OTHER
-    if not raw.keys().isdisjoint(("architectures", "model_type")) or _SIZES <= {k.replace("-", "_") for k in raw}:
+    if not raw.keys().isdisjoint(("architectures", "model_type")) or MEGATRON_SIZES <= {
+        k.replace("-", "_") for k in raw
+    }:
         return Content.CONFIG
     if "stages" in raw or {"layout", "predicted"} <= raw.keys():
         return Content.PLAN

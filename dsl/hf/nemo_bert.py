@@ -12,15 +12,14 @@ A name that has no counterpart is refused, unless its value is null.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.files.json_file import read_text
+from megaloom.dsl.files.json_file import MEGATRON_SIZES, read_text
+from megaloom.dsl.files.yaml_file import YAML as YAML
+from megaloom.dsl.files.yaml_file import pyyaml
 
-YAML = (".yaml", ".yml")
 FIELDS = {
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -38,9 +37,8 @@ FIELDS = {
 }
 """Names of Megatron-LM and NeMo, with underscores, and their fields of a config.json."""
 
-IDENTIFYING = ("hidden_size", "num_layers", "num_attention_heads")
 DEFAULTS = {"model_type": "megatron-bert", "architectures": ["MegatronBertForMaskedLM"], "layer_norm_eps": 1e-5}
-"""What NeMo's BERT always is, and Megatron-LM's epsilon."""
+"""Fields of a config.json that NeMo's configurations leave out: the architecture, and Megatron-LM's epsilon."""
 PATH = ("model", "language_model", "config")
 """Tables of a YAML file in which the fields stand, from the outside."""
 
@@ -49,7 +47,7 @@ def is_nemo_bert(raw: object) -> TypeGuard[Mapping[str, Any]]:
     """Return whether contents of a file are a configuration of this kind."""
     if not isinstance(raw, Mapping) or not raw.keys().isdisjoint(("architectures", "model_type")):
         return False
-    return {*IDENTIFYING} <= {_plain(name) for name in _inside(raw)}
+    return MEGATRON_SIZES <= {_plain(name) for name in _inside(raw)}
 
 
 def config_fields_of(raw: Mapping[str, Any], where: str) -> dict[str, object]:
@@ -78,9 +76,7 @@ def config_fields_of(raw: Mapping[str, Any], where: str) -> dict[str, object]:
 
 def read_yaml(path: Path) -> object:
     """Return the contents of a YAML file. Raise UserError if it cannot be read."""
-    if find_spec("yaml") is None:
-        raise UserError(f"{path} is YAML, which needs PyYAML\ninstall it with: pip install pyyaml; or write JSON")
-    yaml = import_module("yaml")
+    yaml = pyyaml(path, "JSON")
     try:
         return yaml.safe_load(read_text(path))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

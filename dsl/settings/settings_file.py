@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import tomllib
 from difflib import get_close_matches
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.yaml_file import YAML, pyyaml
 
 from .arguments import Word
 
@@ -49,14 +48,12 @@ def read_settings(path: str | Path) -> Settings:
 
 
 def _parsed(path: Path) -> object:
-    is_yaml = path.suffix in (".yaml", ".yml")
-    if is_yaml and find_spec("yaml") is None:
-        raise UserError(f"{path} is YAML, which needs PyYAML\ninstall it with: pip install pyyaml; or write TOML")
-    if not is_yaml and path.suffix != ".toml":
+    yaml = pyyaml(path, "TOML") if path.suffix in YAML else None
+    if yaml is None and path.suffix != ".toml":
         raise UserError(f"{path} is not a settings file: its name must end in .toml, .yaml or .yml\n{_EXAMPLE}")
     try:
         text = path.read_text(encoding="utf-8")
-        return _untyped(import_module("yaml").safe_load(text)) if is_yaml else tomllib.loads(text)
+        return tomllib.loads(text) if yaml is None else _untyped(yaml.safe_load(text))
     except OSError as error:
         raise UserError(f"cannot read the settings in {path}: {error.strerror}\ngive an existing file") from None
     except (ValueError, RecursionError) as error:  # bad UTF-8 is one

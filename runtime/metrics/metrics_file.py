@@ -106,11 +106,11 @@ def _wrong_field(event: Mapping[str, Any]) -> str | None:
     Only a number with a fraction may be null, which stands for NaN and infinity.
     """
     for f in (f for f in fields(StepMetrics) if f.name in event):
-        value = event[f.name]
-        held = list(value.values()) if f.name == "terms" and isinstance(value, dict) else [value]
-        may_be_null = str(f.type) not in ("int", "bool")
-        if any(not isinstance(x, int | float) and not (x is None and may_be_null) for x in held):
-            return f.name
-        if f.name == "terms" and not isinstance(value, dict):
+        value, numbers = event[f.name], int | float if str(f.type) in ("int", "bool") else int | float | None
+        if f.name == "terms":
+            right = isinstance(value, dict) and all(isinstance(x, numbers) for x in value.values())
+        else:
+            right = isinstance(value, numbers)
+        if not right:
             return f.name
     return None

@@ -55,7 +55,7 @@ OF_ARRAYS: tuple[Any, ...] = (
     (np.dtype, "numpy.dtype"),
     type(np.dtype(np.uint32)),
 )
-"""What numpy's random numbers in the files of Megatron-LM's ranks consist of: arrays of uint32."""
+"""Classes and functions of the arrays of uint32 in the files of Megatron-LM's ranks, the state of numpy's generator."""
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 ADVICE = "do not use it; get the file again from where it was saved"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaloom.dsl import UserError
-from megaloom.dsl.settings import settings_file
+from megaloom.dsl.files import yaml_file
 from megaloom.dsl.settings.arguments import Word
 from megaloom.dsl.settings.settings_file import read_settings
 
@@ -39,6 +39,6 @@ def test_toml_and_yaml_have_the_same_tables(tmp_path: Path, monkeypatch: pytest.
     yaml.write_text("model:\n  layers: 3\n  name: x\ntrain:\n")
     assert read_settings(toml) == read_settings(yaml) == {"model": {"layers": 3, "name": "x"}, "train": {}}
     assert isinstance(read_settings(yaml)["model"]["name"], Word)  # 1e-3 is a text in YAML
-    monkeypatch.setattr(settings_file, "find_spec", lambda _: None)
+    monkeypatch.setattr(yaml_file, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"needs PyYAML\ninstall it with: pip install pyyaml; or write TOML"):
         read_settings(yaml)

@@ -17,12 +17,11 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.hf.architectures import open_config, reader
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.workload import Precision
 from megaloom.runtime import Recipe, shard
 from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.samples.samples import SampleMaker
-from megaloom.runtime.training.verify import NOISE_MARGIN
 from megaloom.runtime.weights.given import open_folder
+from tests.support.first_step import check_first_step
 from tests.support.models.hugging_face import built
 from tests.support.parity.hf_oracle import WITHOUT_DROPOUT, gradients_of
 from tests.support.parity.layouts import Results, under_layouts
@@ -44,7 +43,6 @@ OTHERWISE: dict[str, dict[str, Any]] = {  # fields that change the loss, so that
     "bart": {"decoder_start_token_id": 0},
     "nemotron-h": {"time_step_min": 1e-9},  # clamps no step
 }
-RELATIVE = 1e-6  # of the largest element of a gradient, or what rounding in 32 bits changes in transformers
 
 
 def batch_of(model: Model) -> dict[str, Tensor]:
@@ -120,16 +118,7 @@ def test_the_first_step_from_a_folder_is_that_of_transformers(
     name: str, folders: dict[str, Path], results: Results
 ) -> None:
     ((loss, gradients),) = results[name]
-    expected_loss, expected = theirs(folders[name], torch.float64)
-    rounded_loss, rounded = theirs(folders[name], torch.float32)
-    margin = NOISE_MARGIN[Precision.FP32]
-    assert abs(loss - expected_loss) <= max(RELATIVE * expected_loss, margin * abs(rounded_loss - expected_loss))
-    assert gradients.keys() == expected.keys()
-    for weight, found in gradients.items():
-        wanted, error = expected[weight].double(), (found.double() - expected[weight]).abs()
-        noise = (rounded[weight].double() - wanted).abs().max()
-        limit = max(RELATIVE * float(wanted.abs().max()), margin * float(noise))
-        assert float(error.max()) <= limit, weight
+    check_first_step((loss, gradients), theirs(folders[name], torch.float64), theirs(folders[name], torch.float32))
     if name in OTHERWISE:
         assert abs(theirs(folders[name], torch.float32, **OTHERWISE[name])[0] - loss) > 1e-4 * loss
 

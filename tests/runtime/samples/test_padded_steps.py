@@ -24,7 +24,6 @@ from megaloom.dsl.settings.reference import split_reference
 from megaloom.examples.bert import bert
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.workload import Precision
 from megaloom.runtime import Recipe, shard
 from megaloom.runtime.data.description import DataKind
 from megaloom.runtime.data.labels import IGNORED, Labels, LabelUnit
@@ -33,8 +32,8 @@ from megaloom.runtime.data.token_ids import Template, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.samples.samples import SampleMaker
-from megaloom.runtime.training.verify import NOISE_MARGIN
 from megaloom.runtime.weights.given import open_folder
+from tests.support.first_step import check_first_step
 from tests.support.models.hugging_face import built
 from tests.support.parity.hf_oracle import WITHOUT_DROPOUT, gradients_of
 from tests.support.parity.layouts import Results, under_layouts
@@ -45,7 +44,6 @@ CLS, SEP, PAD, MASK = 2, 3, 1, 4
 TEMPLATE = Template((CLS,), (SEP,), ((CLS,), (SEP,), (SEP,)), (0, 0, 0, 1, 1))
 IDS = TokenIds(61, eos=SEP, pad=PAD, mask=MASK, name="of 61 ids", template=TEMPLATE)
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
-RELATIVE = 1e-6  # of the largest element of a gradient, or what rounding in 32 bits changes in transformers
 HEAD = {"id2label": {str(i): str(i) for i in range(CLASSES)}, "label2id": {str(i): i for i in range(CLASSES)}}
 DOCUMENT, TOKEN = (DataKind(Labels(unit, CLASSES)) for unit in (LabelUnit.DOCUMENT, LabelUnit.TOKEN))
 OF_PAIRS = DataKind(pairs=True)
@@ -234,16 +232,9 @@ def test_the_first_step_on_padded_samples_is_that_of_transformers(
     folder = Path(split_reference(references[name])[0]).parent
     expected_loss, expected, logits, labels = theirs(folder, model, torch.float64)
     rounded_loss, rounded, *_ = theirs(folder, model, torch.float32)
-    margin = NOISE_MARGIN[Precision.FP32]
     for kind in ("one", "many"):
         loss, gradients, evaluation = results[f"{name} {kind}"][0]
-        assert abs(loss - expected_loss) <= max(RELATIVE * expected_loss, margin * abs(rounded_loss - expected_loss))
-        assert gradients.keys() == expected.keys()
-        for weight, found in gradients.items():
-            wanted, error = expected[weight].double(), (found.double() - expected[weight]).abs()
-            noise = (rounded[weight].double() - wanted).abs().max()
-            limit = max(RELATIVE * float(wanted.abs().max()), margin * float(noise))
-            assert float(error.max()) <= limit, (kind, weight)
+        check_first_step((loss, gradients), (expected_loss, expected), (rounded_loss, rounded), kind)
         assert evaluation.loss == pytest.approx(expected_loss, rel=1e-5)
         if CASES[name].kind.labels is None:
             assert evaluation.scores is None
