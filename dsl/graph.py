@@ -25,6 +25,7 @@ from .low_rank import LoRA
 from .node import Node, Slot, primitives
 from .pipeline_cuts import cut_points, live_values
 from .quoting import is_printable
+from .rewriting import with_single_inputs
 from .value import Value
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class Model:
 def model(name: str, *outputs: Value, std: float = INITIAL_STD) -> Model:
     """Return a model that computes these outputs. Raises ShapeError if an output is not a value.
 
-    std: standard deviation of the initial values of weights that have none of their own.
+    std: standard deviation of the initial values of weights that have none of their own. Inputs of one name, shape and
+    element type are one input.
     """
     if not isinstance(name, str):
         raise ShapeError(f"a model's first argument is its name, got {name!r}: write model('name', value)")
@@ -69,7 +71,7 @@ def model(name: str, *outputs: Value, std: float = INITIAL_STD) -> Model:
             raise ShapeError(f"an output of a model must be a value, such as ids() >> layer, got {v}")
     if isinstance(std, bool) or not isinstance(std, int | float) or not 0 <= std < inf:
         raise ShapeError(f"model {name!r} cannot have weights of standard deviation {std}: use 0 or more")
-    return Model(name, outputs, std)
+    return Model(name, with_single_inputs(outputs), std)
 
 
 @frozen(eq=False, slots=False)
@@ -211,7 +213,10 @@ class _Walk:
         """Raise ShapeError if the program has another input of this name."""
         for n in self.nodes:
             if isinstance(n.op, Input) and str(n.op) == str(v.op):
-                error = ShapeError(f"two inputs are named {n.name!r}: give each its own name, or use one input twice")
+                error = ShapeError(
+                    f"two inputs are named {n.name!r}, {n.value.dtype.value} {n.shape} and {v.dtype.value} {v.shape}: "
+                    "give each its own name"
+                )
                 for value in (n.value, v):
                     add_location(error, f"input {n.name}", value.at)
                 raise error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from attrs import evolve, fields
+
+from megaloom.dsl.ops.weight import Input
 
 from .layer import Layer, held_values
 from .value import Value
@@ -37,6 +39,32 @@ def rewritten(outputs: Iterable[Value], change: Change, outside: Container[int] 
     return tuple(done[id(v)] for v in roots)
 
 
+def with_single_inputs(outputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """Return values that read one input wherever they have read several of one name, shape and element type."""
+    first: dict[tuple[Any, ...], Value] = {}
+    repeated: dict[int, Value] = {}
+    for v in _inputs(outputs):
+        one = first.setdefault((v.op, v.shape, v.dtype), v)
+        if one is not v:
+            repeated[id(v)] = one
+    return rewritten(outputs, lambda old, copy: repeated.get(id(old), copy)) if repeated else outputs
+
+
+def _inputs(outputs: Iterable[Value]) -> Iterator[Value]:
+    """Yield the inputs of a program, each once, those of its beginning first."""
+    seen, todo = set[int](), list(outputs)
+    found: list[Value] = []
+    while todo:
+        v = todo.pop()
+        if id(v) in seen:
+            continue
+        seen.add(id(v))
+        if isinstance(v.op, Input):
+            found.append(v)
+        todo += (*held_values(v.op), *v.args, *(() if v.body is None else (v.body,)))
+    yield from reversed(found)
+
+
 def with_values(it: Any, new: Callable[[Value], Value]) -> Any:
     """Return a layer, or what is in its fields, with `new(value)` for each value in them."""
     if isinstance(it, Value):
@@ -49,7 +77,13 @@ def with_values(it: Any, new: Callable[[Value], Value]) -> Any:
         return it
     old = {f.name: getattr(it, f.name) for f in fields(type(it)) if f.init}
     changed = {name: y for name, x in old.items() if not _is_same(y := with_values(x, new), x)}
-    return evolve(it, **changed) if changed else it
+    if not changed:
+        return it
+    if not hasattr(it, "__attrs_init__"):
+        return evolve(it, **changed)
+    new = object.__new__(type(it))  # of a class with an __init__ of its own, such as WeightedSum
+    new.__attrs_init__(**{**old, **changed})
+    return new
 
 
 def _copy(v: Value, done: Mapping[int, Value]) -> Value:

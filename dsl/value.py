@@ -18,12 +18,14 @@ from .field_types import check_fields
 
 LINEAR = frozenset({"add"})  # the backward pass reads nothing
 UNARY = frozenset(
-    {"gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "exp"}
-)  # quick_gelu(x) = x * sigmoid(1.702 x), relu2(x) = relu(x)²
+    {"gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "exp", "log"}
+    | {"reciprocal"}
+)  # quick_gelu(x) = x * sigmoid(1.702 x), relu2(x) = relu(x)², reciprocal(x) = 1 / x
 # The fusion group of a pointwise op: frameworks have kernels of their own for the gate of a gated unit (SwiGLU: its
 # product, with the activation before it) and for adding a bias. What a framework makes of a group, its profile says.
 Fusion = Literal["gate", "bias"]
-NONLINEAR = UNARY | {"mul"}  # the backward pass reads the arguments
+NONLINEAR = UNARY | {"mul", "div"}  # the backward pass reads the arguments
+NUMBERS_OF_ARGUMENTS = {**dict.fromkeys(UNARY, 1), "div": 2}  # of functions that do not take any number of them
 
 
 class Op:
@@ -102,10 +104,15 @@ class Value:
     def __rsub__(self, other: float) -> Value:
         return other + -self
 
-    def __truediv__(self, number: float) -> Value:
-        if not isinstance(number, (int, float)) or not number:
-            raise ShapeError(f"a value can be divided by a number other than 0, got {number!r}")
-        return self * (1 / number)
+    def __truediv__(self, other: Value | float) -> Value:
+        if isinstance(other, Value):
+            return fn("div", self, other)
+        if not isinstance(other, (int, float)) or not other:
+            raise ShapeError(f"a value can be divided by a value, or by a number other than 0, got {other!r}")
+        return self * (1 / other)
+
+    def __rtruediv__(self, number: float) -> Value:
+        return number * fn("reciprocal", self)
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -130,8 +137,8 @@ def apply(op: Op, *args: Value) -> Value:
 class Pointwise(Op):
     """An elementwise function: [..] to [..]. Arguments are broadcast over the dims that they lack.
 
-    add and mul take one or more arguments, the other functions one. fusion: the fusion group of its kernel. A chain
-    of elementwise ops runs as one fused kernel, which reads and saves only the tensors that enter the chain.
+    add and mul take one or more arguments, div two, the other functions one. fusion: the fusion group of its kernel. A
+    chain of elementwise ops runs as one fused kernel, which reads and saves only the tensors that enter the chain.
     eager_tensors: tensors as large as the result that the chain saves besides, in a framework whose fused kernel
     supports SwiGLU only. Raises ShapeError for an unknown function, and if no argument has all the dims.
     """
@@ -148,8 +155,9 @@ class Pointwise(Op):
             raise ShapeError(f"unknown function {name!r}{did_you_mean(name, known)}known are {', '.join(known)}")
 
     def shape(self, *args: Shape) -> Shape:
-        if not args or (self.fn in UNARY and len(args) > 1):
-            needed = "one argument" if self.fn in UNARY else "one or more arguments"
+        count = NUMBERS_OF_ARGUMENTS.get(self.fn)
+        if not args or count not in (None, len(args)):
+            needed = {1: "one argument", 2: "two arguments", None: "one or more arguments"}[count]
             raise ShapeError(f"{self.fn} needs {needed}, got {len(args)}")
         big = max(args, key=lambda s: len(s.dims))
         for s in args:

@@ -47,7 +47,7 @@ from .recompute import (
     recompute_mode,
 )
 
-SAVE_RESULT = ("exp", "sigmoid", "tanh")  # functions whose derivative torch computes from their result
+SAVE_RESULT = ("exp", "sigmoid", "tanh", "reciprocal")  # functions whose derivative torch computes from their result
 AttentionTensor = Literal["projected", "rotated", "output", "gathered", "log_sum_exp"]
 """The part that a tensor has in attention, which frameworks store in different ways.
 

@@ -20,8 +20,9 @@ from megaloom.dsl.value import Affine, Clamp, Pointwise, Value
 from .primitives import Program, Step
 
 COPY, SUM = 2, 3  # passes over a tensor: read and write; read two and write one
-# Passes of functions of one argument, forward and backward: one kernel each, but for these two.
-UNARY_PASSES, COMPOSED_PASSES = (2, 3), {"quick_gelu": (7, 14), "relu2": (4, 8)}
+# Passes of functions of one argument, forward and backward: one kernel each, but for these. The gradient of a
+# reciprocal is a negation and two products.
+UNARY_PASSES, COMPOSED_PASSES = (2, 3), {"quick_gelu": (7, 14), "relu2": (4, 8), "reciprocal": (2, 7)}
 AFFINE_PASSES = (4, 2)  # a product and a sum; the gradient is scaled
 # Of rotated channels, as halves: four products, a sum and a difference, and both halves joined. Backward: the gradient
 # of each, a negation, and the sums of two gradients of each half.
@@ -78,6 +79,8 @@ def _kernels(v: Value, elements: Callable[[Value], int]) -> Traffic:
     match v.op:
         case Pointwise("add" | "mul"):
             return _combination(v, n, elements)
+        case Pointwise("div"):
+            return _quotient(n, *map(elements, v.args))
         case Pointwise(name):
             forward, backward = COMPOSED_PASSES.get(name, UNARY_PASSES)
             return Traffic(forward * n, backward * n, forward // COPY, backward // COPY)
@@ -114,3 +117,13 @@ def _combination(v: Value, n: int, elements: Callable[[Value], int]) -> Traffic:
         if size < n:  # the gradient of a tensor that is broadcast is summed
             out += Traffic(0, n + size, 0, 1)
     return out
+
+
+def _quotient(n: int, x: int, y: int) -> Traffic:
+    """Return the traffic of a quotient with n elements of tensors with x and y elements, of which one may be broadcast.
+
+    The gradient of the dividend is a quotient; that of the divisor two, a negation and a product.
+    """
+    reads, kernels = (n + y) + (x + y + n + y) + n + 2 * n, 5
+    sums = sum(n + size for size in (x, y) if size < n)  # the gradient of a tensor that is broadcast is summed
+    return Traffic(x + y + n, reads + kernels * n + sums, 1, kernels + (x < n) + (y < n))

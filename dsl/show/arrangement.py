@@ -33,7 +33,7 @@ from .tree import title
 
 CELL_GAP = 26.0  # between cells of a column
 FRAME_PADDING, HEADER_HEIGHT = 18.0, 30.0
-SIGN_RADIUS = 11.0  # of the circle around "+" or "×"
+SIGN_RADIUS = 11.0  # of the circle around "+", "×" or "÷"
 LINE_HEIGHT, BOX_PADDING, MIN_BOX_WIDTH = 16.0, 9.0, 190.0
 WIDTH_STEP = 12.0  # box widths are multiples of this, so that the lines to the right of boxes align
 LANE_WIDTH, COLUMN_GAP, MARGIN = 16.0, 44.0, 28.0
@@ -41,7 +41,7 @@ LANE_WIDTH, COLUMN_GAP, MARGIN = 16.0, 44.0, 28.0
 # Width of a character for each kind of text, in pixels: 0.61 em of a monospaced font, an upper limit for other fonts.
 CHARACTER_WIDTH: Mapping[str, float] = {"name": 8.0, "as": 6.8, "shape": 6.8, "figures": 6.2}
 MAX_CHARACTERS = 44  # per line
-SIGNS = {"add": "+", "mul": "×"}
+SIGNS = {"add": "+", "mul": "×", "div": "÷"}
 
 CellPath = tuple[int, ...]  # index of the column, then the child index at each depth
 
@@ -251,7 +251,7 @@ def _around(cell: Cell, children: Sequence[Cell], lanes: Mapping[CellPath, int])
 
 
 def operator_sign(item: Item) -> str:
-    """Return "+" for a sum and "×" for a product of values, which are drawn as circles; "" for all other items."""
+    """Return the sign of a sum, a product or a quotient of values, which are drawn as circles; "" for other items."""
     op = item.node.op if isinstance(item, Leaf) else None
     return SIGNS.get(op.fn, "") if isinstance(op, Pointwise) else ""
 

@@ -31,6 +31,7 @@ from megaloom.dsl import (
     Lookup,
     MoE,
     Normalize,
+    Pointwise,
     Rope,
     Route,
     Scan,
@@ -91,6 +92,8 @@ def local_function(
             return partial(combine_tokens, v, groups=groups)
         case Dot(over) | Sum(over) if any(p.step.axes.get(d) in ("tp", "etp") for d in over):  # of any degree
             return partial(_without_padding, p.step, v, over, groups)
+        case Pointwise("div" | "log" | "reciprocal") if {"tp", "etp"}.intersection(p.step.axes.values()):
+            return partial(_with_ones_in_padding, p.step, v, groups)
         case Lookup(key) if p.step.axes.get(key) == "tp" and groups.layout.tp > 1:
             return partial(_sharded_lookup, v.op, v, rank=groups.tp_rank)
         case Normalize() if p.statistics_axes:
@@ -180,14 +183,29 @@ def _without_padding(step: Step, v: Value, over: tuple[str, ...], groups: Proces
 
     A layout pads a vocabulary on a single device too, and what is computed from padding may be infinite.
     """
-    masked = []
-    for a, x in zip(v.args, args, strict=True):
-        for i, d in enumerate(a.shape):
-            axis = step.axes.get(d.name) if d.name in over else None
-            padding = _padding(d, x, i, axis, groups) if axis in ("tp", "etp") else None
-            x = x if padding is None else x.masked_fill(padding, 0)
-        masked.append(x)
+    masked = (_padding_filled(step, a, x, over, 0, groups) for a, x in zip(v.args, args, strict=True))
     return evaluate(v.op, v, *masked)
+
+
+def _with_ones_in_padding(step: Step, v: Value, groups: ProcessGroups, *args: Tensor) -> Tensor:
+    """Return a quotient, reciprocal or logarithm, with ones in the padding of its last argument.
+
+    Padding is often 0, where the result and its gradient would be infinite, and the product of that and 0 is NaN.
+    """
+    *others, last = args
+    a = v.args[-1]
+    return evaluate(v.op, v, *others, _padding_filled(step, a, last, a.shape.names, 1, groups))
+
+
+def _padding_filled(
+    step: Step, a: Value, x: Tensor, over: tuple[str, ...], number: float, groups: ProcessGroups
+) -> Tensor:
+    """Return an argument with a number in what pads its dims `over`."""
+    for i, d in enumerate(a.shape):
+        axis = step.axes.get(d.name) if d.name in over else None
+        padding = _padding(d, x, i, axis, groups) if axis in ("tp", "etp") else None
+        x = x if padding is None else x.masked_fill(padding, number)
+    return x
 
 
 def _log_sum_exp(p: PlacedOp, v: Value, groups: ProcessGroups, x: Tensor) -> Tensor:

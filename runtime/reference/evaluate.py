@@ -75,6 +75,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "softplus": F.softplus,
     "exp": torch.exp,
+    "log": torch.log,
+    "reciprocal": torch.reciprocal,
 }
 """Functions of one argument, by their names in the dsl."""
 
@@ -99,9 +101,11 @@ def _(op: Pointwise, out: Value, *args: Tensor) -> Tensor:
     x, *rest = (broadcast(t, a.shape, out.shape) for t, a in zip(args, out.args, strict=True))
     match op.fn:
         case "add":
-            return sum(rest, start=x)
+            return sum(rest, start=x.float() if x.dtype is torch.bool else x)  # torch would add masks as "or"
         case "mul":
             return reduce(torch.mul, rest, x)
+        case "div":
+            return x / rest[0]
     return UNARY[op.fn](x)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import field, frozen
 
 from megaloom.dsl import (
     Attention,
@@ -13,6 +14,7 @@ from megaloom.dsl import (
     DType,
     Embed,
     Equals,
+    Layer,
     LayerNorm,
     LogSumExp,
     MaskedToken,
@@ -28,6 +30,7 @@ from megaloom.dsl import (
     apply,
     costs,
     fingerprint,
+    fn,
     graph,
     ids,
     labels,
@@ -118,14 +121,41 @@ def test_several_losses_are_stacked() -> None:
 
 def test_ops_of_losses() -> None:
     x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))
+    y = LOGITS["labels"]
     given = Value(ids("x").op, (), logits().shape)
-    found = interpret(
-        model("m", apply(LogSumExp("vocab"), given), apply(Sum(("vocab",)), given), apply(Equals(3), labels())),
-        {},
-        {"x": x, "labels": LOGITS["labels"]},
-    )
-    for got, want in zip(found, (x.logsumexp(-1), x.sum(-1), LOGITS["labels"] == 3), strict=True):
+    total = apply(Sum(("vocab",)), fn("exp", given))
+    cases = {
+        "log-sum-exp": (apply(LogSumExp("vocab"), given), x.logsumexp(-1)),
+        "sum": (apply(Sum(("vocab",)), given), x.sum(-1)),
+        "equals": (apply(Equals(3), labels()), y == 3),
+        "counted": (fn("add", apply(Equals(3), labels()), apply(Equals(3), labels())), 2.0 * (y == 3)),
+        "quotient": (fn("exp", given) / total, x.softmax(-1)),
+        "reciprocal": (2.0 / total, 2 / x.exp().sum(-1)),
+        "logarithm": (fn("log", total), x.logsumexp(-1)),
+    }
+    found = interpret(model("m", *(value for value, _ in cases.values())), {}, {"x": x, "labels": y})
+    for got, (_, want) in zip(found, cases.values(), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_inputs_of_one_name_and_shape_are_one_input() -> None:
+    @frozen
+    class AfterToken(Layer):
+        tokens: Value = field(factory=ids)
+        labels: Value = field(factory=labels)
+
+        def body(self, x: Value, /, **side: Value) -> Value:
+            return loss_sums(apply(CrossEntropy("vocab"), x, self.labels), apply(Equals(3), self.tokens))
+
+    m = model("m", logits() >> WeightedSum((1.0, NextToken()), (0.5, AfterToken())))
+    assert [n.name for n in graph(m).nodes if n.is_input] == ["tokens", "labels"]
+    x, y = ids(), labels()
+    block = residual(RMSNorm(), Attention(heads=2))
+    out = x >> Embed(WTE) >> repeat(1, block) >> LayerNorm() >> Unembed(WTE)
+    once = model("m", out >> WeightedSum((1.0, NextToken(y)), (0.5, AfterToken(x, y))))
+    assert fingerprint(m) == fingerprint(once)
+    with pytest.raises(ShapeError, match=r"two inputs are named 'labels', index \[batch seq\] and index \[batch\]"):
+        graph(model("m", logits() >> NextToken(), labels(seq=None)))
 
 
 @pytest.mark.parametrize(

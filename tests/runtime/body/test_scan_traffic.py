@@ -1,4 +1,4 @@
-"""Bytes that the kernels of a scan move by torch's dispatcher, against the counts of the cost model."""
+"""Bytes that kernels move by torch's dispatcher, against the counts of the cost model: of a scan, of a quotient."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megaloom.dsl import Dim, Input, Shape, Value, graph, model
+from megaloom.dsl.facts.primitives import program, separate_ops
+from megaloom.dsl.facts.separate_ops import traffic
 from megaloom.planner.contract.capability import SCAN_CHUNK, ScanKernel
 from megaloom.planner.cost.core_kernels import SCAN_TRAFFIC
 from megaloom.runtime.body.scan import scan_chunks
@@ -47,3 +50,19 @@ def test_bytes_of_a_scan() -> None:
         passes += counts.state_passes[i] * CHANNELS * STATE / SCAN_CHUNK
         wide = counts.pair_fp32_nbytes[i] * SCAN_CHUNK + counts.head_fp32_nbytes[i]
         assert positions * (wide + 2 * passes) == pytest.approx(measured, rel=0.05)
+
+
+def test_bytes_of_a_quotient() -> None:
+    dims = Dim("rows", 8), Dim("columns", 16)
+    dividend, divisor = (Value(Input(name), (), Shape(d)) for name, d in (("x", dims), ("y", dims[:1])))
+    p = separate_ops(program(graph(model("m", dividend / divisor)).nodes[-1]))
+    (step,) = (step for step in p.steps if step.value.args)
+    counted = traffic(p, step, lambda v: prod(d.known for d in v.shape))
+    x, y = torch.rand(8, 16, requires_grad=True), torch.ones(8, 1, requires_grad=True)
+    with Traffic() as forward:
+        z = x / y
+    gradient = torch.ones_like(z)
+    with Traffic() as backward:
+        torch.autograd.grad(z, (x, y), gradient)
+    copies = 2 * z.numel()  # between orders of dims, around the node
+    assert [4 * (n - copies) for n in (counted.forward, counted.backward)] == [forward.nbytes, backward.nbytes]

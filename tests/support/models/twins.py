@@ -68,25 +68,28 @@ class ZLoss(Layer):
 
 @frozen
 class KeyTokenLoss(Layer):
-    """The mean cross-entropy of each sample, which counts more if its text has key tokens."""
+    """The mean cross-entropy of each sample over its mask, which counts more if its text has key tokens."""
 
-    tokens: Value
+    tokens: Value = field(factory=ids, repr=False)
     labels: Value = field(factory=labels, repr=False)
+    mask: Value = field(factory=mask, repr=False)
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        mean = apply(Sum(("seq",)), apply(CrossEntropy("vocab"), x, self.labels)) * (1 / SEQ)
+        losses = apply(CrossEntropy("vocab"), x, self.labels) * self.mask
+        mean = apply(Sum(("seq",)), losses) / apply(Sum(("seq",)), self.mask)
         keys = apply(Sum(("seq",)), fn("add", *(apply(Equals(key), self.tokens) for key in KEYS)))
         return loss_sums(mean * (1.0 + KEY_FACTOR * keys))
 
 
 @frozen
 class SoftLookup(Layer):
-    """The rows of a table, weighted by sigmoids; that of padding is not 0."""
+    """The rows of a table, weighted by sigmoids of quotients; those of padding are not 0."""
 
     table: Value
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return dot(fn("sigmoid", dot(x, self.table, "embed")), self.table, "vocab") * 0.1
+        h = dot(x, self.table, "embed") / fn("log", weight("temperature", self.table["vocab"], mean=3.0, std=0.1))
+        return dot(1.0 / (1.0 + fn("exp", -h)), self.table, "vocab") * 0.1
 
 
 @frozen
@@ -123,9 +126,9 @@ class Mix(Layer):
         return dot(hidden, weight("o", c, e), "channels")
 
 
-def decoder(*layers: Layer, tokens: Value | None = None, table: Value | None = None) -> Value:
+def decoder(*layers: Layer, table: Value | None = None) -> Value:
     """Return the logits of a decoder with one block for each of these layers."""
-    x = (ids() if tokens is None else tokens) >> Embed(weight("wte", VOCAB, EMBED) if table is None else table)
+    x = ids() >> Embed(weight("wte", VOCAB, EMBED) if table is None else table)
     for layer in layers:
         attention = residual(RMSNorm(), Attention(heads=4, kv_heads=2))
         x = x >> repeat(1, attention >> residual(RMSNorm(), layer))  # a block, which full recompute needs
@@ -146,8 +149,7 @@ def z_loss() -> Model:
 
 
 def key_tokens() -> Model:
-    tokens = ids()
-    return model("key-tokens", decoder(FF, FF_2, FF, FF, tokens=tokens) >> KeyTokenLoss(tokens), std=0.1)
+    return model("key-tokens", decoder(FF, FF_2, FF, FF) >> KeyTokenLoss(), std=0.1)
 
 
 def masked() -> Model:

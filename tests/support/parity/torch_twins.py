@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from attrs import define, field, frozen
 from torch import Tensor
 
-from tests.support.models.twins import KEY_FACTOR, KEYS, SEQ, SMOOTHING, Z_FACTOR
+from tests.support.models.twins import KEY_FACTOR, KEYS, SMOOTHING, Z_FACTOR
 
 Weights = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
@@ -94,8 +94,8 @@ def experts(
 
 
 def soft_lookup(run: Run, x: Tensor) -> Tensor:
-    table = run.weights["wte"]
-    return (x @ table.T).sigmoid() @ table * 0.1
+    table, temperature = run.weights["wte"], run.next("soft_lookup")("temperature")
+    return (x @ table.T / temperature.log()).sigmoid() @ table * 0.1
 
 
 def pooled_gate(run: Run, x: Tensor) -> Tensor:
@@ -137,7 +137,8 @@ def with_z_loss(run: Run, logits: Tensor) -> Tensor:
 
 def key_tokens(run: Run, logits: Tensor) -> Tensor:
     keys = sum((run.batch["tokens"] == key).float().sum(1) for key in KEYS)
-    return (cross_entropy(run, logits).sum(1) / SEQ * (1 + KEY_FACTOR * keys)).mean()
+    mask = run.batch["mask"].float()
+    return ((cross_entropy(run, logits) * mask).sum(1) / mask.sum(1) * (1 + KEY_FACTOR * keys)).mean()
 
 
 def computed(
