@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine.own_loop import Engine as Engine
+    from .engine.own_loop import FrozenModel as FrozenModel
     from .engine.own_loop import ParameterGroup as ParameterGroup
     from .engine.own_loop import shard as shard
+    from .engine.own_loop import shard_frozen as shard_frozen
     from .engine.own_loop import token_log_probs as token_log_probs
     from .generation.generate import Generation as Generation
     from .generation.generate import generate as generate
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 EXPORTS = {
     "Engine": "engine.own_loop",
     "ParameterGroup": "engine.own_loop",
+    "FrozenModel": "engine.own_loop",
     "shard": "engine.own_loop",
+    "shard_frozen": "engine.own_loop",
     "token_log_probs": "engine.own_loop",
     "Recipe": "optimizer.recipe",
     "Generation": "generation.generate",

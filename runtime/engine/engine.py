@@ -27,6 +27,7 @@ from megaloom.runtime.megatron.build_context import make_build_context
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules.initial_weights import GivenValues, adapters_of, check_weights
 from megaloom.runtime.modules.model_chunk import ModelChunk
+from megaloom.runtime.modules.shared_weights import share_between_chunks, share_between_ranks
 from megaloom.runtime.optimizer.fine_tuning import fine_tuning
 from megaloom.runtime.optimizer.parameter_groups import ParameterGroup, zero_frozen_gradients
 from megaloom.runtime.optimizer.recipe import Recipe
@@ -41,13 +42,13 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .gradients import WeightGradient, gather_gradients
 from .loss_totals import LossTerms, LossTotals
-from .own_batches import Batch, captured_logits, filled, gathered_logits, global_samples, samples_of
-from .own_sums import evaluated
+from .own_batches import Batch, captured_logits, check_multiple, filled, gathered_logits, global_samples, samples_of
+from .own_sums import check_counted, evaluated
 from .pipeline_run import MicroBatches, PipelineRun, Samples, Step
 from .results import EvaluationResult, StepResult
 from .shared_batches import SharedBatches, check_kinds, is_absent
 from .steps import HeldOut, Steps, complete, held_out_step, reads_more
-from .training_state import TrainingState, make_model_chunks, restore
+from .training_state import TrainingState, fill_weights, make_model_chunks, restore
 
 
 @define(eq=False)
@@ -99,7 +100,11 @@ class Engine:
         context = make_build_context(g, plan.layout, plan.workload, groups)
         context.config.moe_router_bias_update_rate = recipe.bias_update_rate
         tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
-        model_chunks, shared_gradients = make_model_chunks(plan, g, context, groups, recipe.seed, weights)
+        model_chunks = make_model_chunks(plan, g, context, groups)
+        fill_weights(model_chunks, groups, recipe.seed, weights)
+        uses = [chunk.shared for chunk in model_chunks]
+        share_between_chunks(uses)
+        shared_gradients = share_between_ranks(g, plan.stages, uses, groups)
         state = TrainingState.of(
             model_chunks,
             recipe,
@@ -148,6 +153,7 @@ class Engine:
         update = update_weights(state.optimizer, totals.loss, self.recipe.clip_grad)
         if not update.done:
             restore(buffers)
+            check_counted(totals, self.steps.training_step)
             self._check_skip(samples, part, totals.loss, update.grad_norm)
         state.end_step(skipped=not update.done)
         scale = state.scaler.loss_scale if state.scaler else None
@@ -205,19 +211,22 @@ class Engine:
             f"first at {first or 'the gradient norm'}"
         )
 
-    def evaluate(self, batches: Iterable[Batch | None] | None, *, step: HeldOut = "validation") -> EvaluationResult:
+    def evaluate(
+        self, batches: Iterable[Batch | None] | None, *, step: HeldOut = "validation", micro_batch: int = 1
+    ) -> EvaluationResult:
         """Return the mean loss over batches, each with any number of sequences.
 
         Each data-parallel rank gives its own batches, and they may be fewer or smaller than those of other ranks. Its
         tp, cp and pp ranks give them as in `step`. step: the one of the user's steps that runs, `validation_step` or
-        `test_step`.
+        `test_step`. micro_batch: sequences that it gets at a time, such as 2 for a loss of pairs; each batch has a
+        multiple of them.
         """
         self.state.set_training(False)
         run = held_out_step(self.steps, step)
         total, own, last = self.pipeline.terms.zero(device.current()), iter(batches or ()), None
         while True:
-            samples = agreed(partial(self._samples_of, self.shared.of(next(own, None))))
-            part = self.pipeline.own_part(len(samples))
+            samples = agreed(partial(self._samples_of, self.shared.of(next(own, None)), micro_batch))
+            part = self.pipeline.own_part(len(samples), micro_batch)
             if not part.starts:
                 return evaluated(total, run)
             last = samples[-1] if samples else last
@@ -286,8 +295,8 @@ class Engine:
             )
         return global_samples(self._samples_of(batch), self.plan.workload, self.plan.layout)
 
-    def _samples_of(self, batch: Batch | None) -> list[Sample]:
-        """Return the samples of a batch; None has none."""
+    def _samples_of(self, batch: Batch | None, multiple: int = 1) -> list[Sample]:
+        """Return the samples of a batch; None has none. Raise UserError unless they are a multiple of `multiple`."""
         if batch is None or is_absent(batch):
             return []
         seq = self.plan.workload.seq
@@ -295,7 +304,9 @@ class Engine:
         def data_step(text: Tensor) -> Sample:
             return self.steps.data_step(SampleMaker.of(self.graph, seq), text, self.done, self.recipe.seed)
 
-        return samples_of(batch, self.graph, seq, data_step, more=self.pipeline.reads_more)
+        samples = samples_of(batch, self.graph, seq, data_step, more=self.pipeline.reads_more)
+        check_multiple(samples, multiple)
+        return samples
 
     def evaluate_samples(
         self,

@@ -36,6 +36,11 @@ def samples_of(
     if isinstance(batch, Tensor):
         _check_text(batch, SampleMaker.of(graph, seq))
         return [data_step(text) for text in batch.to(torch.int64)]
+    return named_samples(batch, graph, seq, more=more)
+
+
+def named_samples(batch: Mapping[str, Tensor], graph: Graph, seq: int, *, more: bool = False) -> list[Sample]:
+    """Return the samples of a batch of named tensors. It is as `samples_of` else."""
     if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) and x.dim() for x in batch.values()):
         kind = type(batch).__name__
         raise UserError(f"a batch is a tensor of token ids, or tensors by the names of inputs; got {kind}")
@@ -74,6 +79,17 @@ def global_samples(samples: list[Sample], workload: Workload, layout: Layout) ->
             f"(batch {workload.batch} / dp {layout.dp})\ngive each data-parallel rank its own {share}"
         )
     return lambda i: samples[i // (size * layout.dp) * size + i % size]
+
+
+def check_multiple(samples: list[Sample], micro_batch: int) -> None:
+    """Raise UserError unless samples of an evaluation are whole micro-batches."""
+    if micro_batch < 1:
+        raise UserError(f"micro_batch must be at least 1, got {micro_batch}")
+    if len(samples) % micro_batch:
+        raise UserError(
+            f"a batch to evaluate has {len(samples)} sequences, not a multiple of micro_batch={micro_batch}\n"
+            f"give a multiple of {micro_batch} sequences"
+        )
 
 
 def filled(samples: list[Sample], last: Sample | None) -> list[Sample]:

@@ -26,6 +26,7 @@ device.prepare()
 from megaloom.runtime.optimizer.parameter_groups import ParameterGroup as ParameterGroup  # noqa: E402
 
 from .engine import Engine as Engine  # noqa: E402 (it imports megatron-core)
+from .frozen_model import FrozenModel as FrozenModel  # noqa: E402
 from .outputs import token_log_probs as token_log_probs  # noqa: E402
 
 
@@ -63,3 +64,16 @@ def shard(
         average=average,
         weights=weights,
     )
+
+
+def shard_frozen(model: Model, plan: Plan, weights: GivenValues) -> FrozenModel:
+    """Return this rank's part of a model that is not trained, to run beside the engine of another or the same model.
+
+    It holds the weights in the precision of the plan: no gradients and no optimizer state. weights: as for `shard`.
+    Every rank of the plan calls it. Raise UserError as `shard` does, and unless all plans of this process have one
+    device mesh: equal tp, pp, cp, ep, etp and vpp.
+    """
+    check_plan(plan, model)
+    if not dist.is_initialized():
+        join(plan.layout.world)
+    return FrozenModel.build(plan, model, weights)

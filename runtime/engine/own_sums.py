@@ -48,12 +48,21 @@ def _check(step: Callable[..., Any], returned: Sequence[Tensor], groups: Process
             )
 
 
+def check_counted(totals: LossTotals, step: Callable[..., Any]) -> None:
+    """Raise UserError if the weights of a step add up to 0, so that its loss is no number."""
+    if not float(totals.sums[1]):
+        raise UserError(
+            f"nothing was trained on: the weight_sum of all calls of {step.__qualname__} is 0\n"
+            "a step gets one micro-batch at a time: for a loss of pairs, plan with an even --micro-batch"
+        )
+
+
 def evaluated(totals: LossTotals, step: Callable[..., Any]) -> EvaluationResult:
     """Return the result of an evaluation. Raise UserError if nothing was evaluated, which has no mean."""
     if not float(totals.sums[1]):
         raise UserError(
             f"nothing was evaluated: the weight_sum of all calls of {step.__qualname__} is 0\n"
-            "give at least one batch; an evaluation runs micro-batches of one sequence, so a loss of pairs needs a "
-            "validation_step of its own"
+            "give at least one batch; an evaluation runs micro-batches of one sequence: for a loss of pairs, call "
+            "evaluate(…, micro_batch=2), or write a validation_step"
         )
     return totals.evaluation

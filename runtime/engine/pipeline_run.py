@@ -7,6 +7,8 @@ context-parallel ranks, and runs the user's step on each micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.kernels import zigzag_part
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.stage_communicator import StageCommunicator
+from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import SharedGradients
 from megaloom.runtime.modules.stage_boundary import StageBoundary
 from megaloom.runtime.reference.dropout import MaskSource
@@ -39,6 +42,7 @@ from .outputs import LocalOutputs, Outputs, over_cp
 from .own_sums import check_equal_sums
 from .steps import Forward, MicroBatch, Sums
 
+INSIDE: ContextVar[bool] = ContextVar("inside", default=False)  # whether this rank runs micro-batches at present
 Step = Callable[[Forward, MicroBatch], Sums | None]
 Samples = Callable[[int], Sample]  # maps i to sample i of a global batch: named tensors without a batch dim
 
@@ -59,7 +63,7 @@ class PipelineRun:
     plan: Plan
     graph: Graph
     groups: ProcessGroups
-    chunks: list[DistributedDataParallel]
+    chunks: list[DistributedDataParallel] | list[ModelChunk]  # those of a frozen model have no DDP
     terms: LossTerms
     shared_gradients: SharedGradients
     own_steps: bool = False  # steps of the user's own, which return sums over whole sequences
@@ -68,14 +72,14 @@ class PipelineRun:
     weight_sum: Tensor = field(init=False)  # of the micro-batches of this pass that this rank has run
     returned: list[Tensor] = field(init=False)  # sums that the step returned for them, [2] each
 
-    def own_part(self, count: int) -> MicroBatches:
-        """Return micro-batches of one sequence for this rank's own samples, on each rank as many as the most."""
-        longest = torch.tensor(count, device=device.current())
+    def own_part(self, count: int, size: int = 1) -> MicroBatches:
+        """Return micro-batches of `size` for this rank's own samples, on each rank as many as the most."""
+        longest = torch.tensor(-(-count // size), device=device.current())
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         layout, most = self.plan.layout, int(longest)
         if layout.vpp > 1:
             most += -most % layout.microbatch_group_size
-        return MicroBatches(tuple(range(most)), 1, count)
+        return MicroBatches(tuple(range(0, most * size, size)), size, count)
 
     def run(
         self, samples: Samples, part: MicroBatches, step: Step, masks: MaskSource, *, forward_only: bool
@@ -115,16 +119,17 @@ class PipelineRun:
         feeds = [iter(feed) for _ in self.chunks]  # each chunk has its own iterator over all
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device.current())
         self.returned = []
-        sums = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=feeds if len(feeds) > 1 else feeds[0],
-            model=self.chunks if len(feeds) > 1 else self.chunks[0],
-            num_microbatches=len(part.starts),
-            seq_length=self.plan.workload.seq,
-            micro_batch_size=part.size,
-            forward_only=forward_only,
-            **self._sends(part),
-        )
+        with _inside():
+            sums = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=feeds if len(feeds) > 1 else feeds[0],
+                model=self.chunks if len(feeds) > 1 else self.chunks[0],
+                num_microbatches=len(part.starts),
+                seq_length=self.plan.workload.seq,
+                micro_batch_size=part.size,
+                forward_only=forward_only,
+                **self._sends(part),
+            )
         if self.own_steps:
             check_equal_sums(step, self.returned, self.groups)
         return self._totals(part, sums, [losses.records for losses in balancing])
@@ -250,7 +255,7 @@ class PipelineRun:
         step: Step,
         ratios: Tensor,
         feed: Iterator[tuple[MicroBatch, dict[str, Any]]],
-        chunk: DistributedDataParallel,
+        chunk: DistributedDataParallel | ModelChunk,
         *,
         scored: bool,
     ) -> tuple[Tensor, Any]:
@@ -317,6 +322,16 @@ class PipelineRun:
         if not any(s.frozen for s in self.graph.weights.values()):
             rate = chunks[0].config.moe_router_bias_update_rate  # the recipe's
             move_corrections(chunks, self.groups.collection.tp_dp_cp, rate)
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    """Let `INSIDE` be True in the context."""
+    before = INSIDE.set(True)
+    try:
+        yield
+    finally:
+        INSIDE.reset(before)
 
 
 def reduce_unreached(chunk: DistributedDataParallel) -> None:

@@ -26,7 +26,6 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules import parameters
 from megaloom.runtime.modules.initial_weights import GivenValues, given_weight, initial_weight
 from megaloom.runtime.modules.model_chunk import ModelChunk
-from megaloom.runtime.modules.shared_weights import SharedGradients, share_between_chunks, share_between_ranks
 from megaloom.runtime.optimizer.averaged_weights import AveragedWeights
 from megaloom.runtime.optimizer.optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
 from megaloom.runtime.optimizer.parameter_groups import ParameterGroup, assign_groups
@@ -164,15 +163,17 @@ def restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
         buffer.copy_(value)
 
 
-def make_model_chunks(
-    plan: Plan, graph: Graph, context: BuildContext, groups: ProcessGroups, seed: int, weights: GivenValues | None
-) -> tuple[list[ModelChunk], SharedGradients]:
-    """Return this rank's model chunks with their weights, and the weights that other ranks have copies of.
+def make_model_chunks(plan: Plan, graph: Graph, context: BuildContext, groups: ProcessGroups) -> list[ModelChunk]:
+    """Return this rank's model chunks, whose weights have no values yet."""
+    own_stages = [s for s in plan.stages if s.rank == groups.pp_rank]
+    return [ModelChunk(graph, s, context) for s in sorted(own_stages, key=lambda s: s.chunk)]
+
+
+def fill_weights(chunks: list[ModelChunk], groups: ProcessGroups, seed: int, weights: GivenValues | None) -> None:
+    """Set the weights of model chunks before they share any.
 
     weights: given values; those of other weights, such as adapters, are drawn.
     """
-    own_stages = [s for s in plan.stages if s.rank == groups.pp_rank]
-    chunks = [ModelChunk(graph, s, context) for s in sorted(own_stages, key=lambda s: s.chunk)]
 
     def draw(slot: Slot, index: int | None) -> Tensor | View:
         if weights is None or slot.name not in weights:
@@ -183,6 +184,3 @@ def make_model_chunks(
         for node, module in chunk.node_modules():
             full = parameters.node_parameters(node, module, draw, groups)
             parameters.fill_shards(module, full, groups)
-    uses = [chunk.shared for chunk in chunks]
-    share_between_chunks(uses)
-    return chunks, share_between_ranks(graph, plan.stages, uses, groups)

@@ -105,9 +105,11 @@ def _check_mesh(layout: Layout) -> None:
     differing = [axis for axis in wanted if wanted[axis] != found[axis]]
     if differing:
         shown = ", ".join(f"{axis} {found[axis]}, not {wanted[axis]}" for axis in differing)
+        fixed = ", ".join(f"{axis!r}: {degree}" for axis, degree in found.items())
         raise UserError(
             f"this process has an engine of another device mesh: {shown}\n"
-            "plan the models of one process with equal tp, pp, cp, ep, etp and vpp, or run them in separate processes"
+            f"plan the models of one process with equal tp, pp, cp, ep, etp and vpp, by plan(…, fixed={{{fixed}}}), "
+            "or run them in separate processes"
         )
 
 

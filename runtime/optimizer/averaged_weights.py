@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megaloom.runtime.megatron.optimizer_state import optimizers_of, parameter_states
 
+from .optimizer import gather_weights
+
 
 @define(eq=False)
 class AveragedWeights:
@@ -54,9 +56,7 @@ class AveragedWeights:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Exchange master weights and averages, and copy the master weights to the model."""
-        gathers = [c for c in self.chunks if c.ddp_config.use_distributed_optimizer]
-        for chunk in gathers:
-            chunk.start_param_sync(force_sync=True)  # a gather of the last update may be pending
+        gather_weights(self.chunks)
         for master in _masters(self.optimizer):
             average = self.values[id(master)]
             weight = master.clone()
@@ -65,8 +65,7 @@ class AveragedWeights:
         for one in optimizers_of(self.optimizer):
             if not one.is_stub_optimizer and not isinstance(one, FP32Optimizer):
                 one._copy_main_params_to_model_params()
-        for chunk in gathers:
-            chunk.start_param_sync(force_sync=True)
+        gather_weights(self.chunks)
 
 
 def _masters(optimizer: MegatronOptimizer) -> list[Tensor]:

@@ -84,6 +84,13 @@ def _wait_for_weights(chunk: DistributedDataParallel, module: nn.Module, _: Any)
         group.finish_param_sync(skip_next_bucket_dispatch=chunk.ddp_config.align_param_gather)
 
 
+def gather_weights(chunks: list[DistributedDataParallel]) -> None:
+    """Gather the weights that the distributed optimizer has updated, if a gather is pending. Every rank calls it."""
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+
+
 def make_optimizer(
     recipe: Recipe,
     chunks: list[DistributedDataParallel],
