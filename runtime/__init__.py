@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .optimizer.recipe import Recipe as Recipe
     from .training.artefact import pack as pack
     from .training.artefact import unpack as unpack
+    from .training.initial_weights import read_weights as read_weights
     from .training.run import train as train
     from .training.run_folder import LoadedRun as LoadedRun
     from .training.run_folder import load_run as load_run
@@ -43,6 +44,7 @@ EXPORTS = {
     "generate": "generation.generate",
     "Summary": "training.training_run",
     "train": "training.run",
+    "read_weights": "training.initial_weights",
     "LoadedRun": "training.run_folder",
     "load_run": "training.run_folder",
     "save_run": "training.run_folder",

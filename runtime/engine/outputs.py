@@ -134,8 +134,10 @@ class Outputs:
 def token_log_probs(outputs: Outputs, labels: Tensor, *, logits: str = "") -> Tensor:
     """Return the log-probability of each label in fp32, [batch, seq] over whole sequences, under any layout.
 
-    labels: ids over whole sequences, such as `batch["labels"]`. logits: the graph node, if losses read several. The
-    logits are not gathered. Raise UserError for labels of another shape, or with ids beyond the vocabulary.
+    labels: ids over whole sequences, such as `batch["labels"]`; or several ids for each position, [batch, seq, ids],
+    such as those that a teacher finds most probable: the result has the shape of the labels. logits: the graph node, if
+    losses read several. The logits are not gathered. Raise UserError for labels of another shape, or with ids beyond
+    the vocabulary.
     """
     values, name = outputs.values, logits or _only_logits(outputs.values)
     node, groups = values.node(name), values.groups
@@ -148,11 +150,27 @@ def token_log_probs(outputs: Outputs, labels: Tensor, *, logits: str = "") -> Te
     for i, _ in parts:
         own = zigzag_part(own, i, groups.layout.cp, groups.cp_rank)
     own = own.transpose(0, 1) if swapped else own
-    out = -fused_loss.cross_entropy(x.contiguous(), own.contiguous(), groups.collection.tp)
+    if own.ndim == x.ndim:
+        out = _several_log_probs(x, own, groups)
+    else:
+        out = -fused_loss.cross_entropy(x.contiguous(), own.contiguous(), groups.collection.tp)
     out = out.transpose(0, 1) if swapped else out
     for i, transition in parts:
         out = perform(transition, out, i, groups)
     return out
+
+
+def _several_log_probs(x: Tensor, ids: Tensor, groups: ProcessGroups) -> Tensor:
+    """Return the log-probability of several ids of each position, from this rank's columns of the logits.
+
+    x: [.., vocab / tp]. ids: [.., ids], of the whole vocabulary.
+    """
+    columns = ids - groups.tp_rank * x.shape[-1]
+    own = x.gather(-1, columns.clamp(0, x.shape[-1] - 1)).float()
+    own = torch.where((columns >= 0) & (columns < x.shape[-1]), own, 0.0)
+    if groups.layout.tp > 1:
+        own = perform(Transition(TransitionKind.REDUCE_PARTIAL, "tp"), own, None, groups)
+    return own - fused_loss.log_sum_exp(x.contiguous(), groups.collection.tp)[..., None]
 
 
 def gathers(node: Node, split: Split) -> list[tuple[int, Transition]]:
@@ -189,7 +207,7 @@ def _check_labels(
 ) -> None:
     """Raise UserError unless labels are ids of the vocabulary over whole sequences. local: sizes on this rank."""
     whole = [n * (groups.layout.cp if any(k == i for k, _ in parts) else 1) for i, n in enumerate(local)]
-    if list(labels.shape) != whole:
+    if list(labels.shape[: len(whole)]) != whole or labels.ndim > len(whole) + 1:
         raise UserError(f"labels have the shape {list(labels.shape)}: the logits {node.name} need {whole}")
     if labels.is_floating_point() or labels.dtype is torch.bool:
         raise UserError(f"labels are {labels.dtype}: they must be int64 ids")

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from megaloom.dsl.catalog import config_of
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, newest_intact
 from megaloom.runtime.launch.agreement import gathered
+from megaloom.runtime.modules.initial_weights import GivenValues
 from megaloom.runtime.optimizer.fine_tuning import fine_tuning_note
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.weights.given import GivenWeights, is_megatron, open_folder
@@ -49,6 +52,19 @@ def open_weights(folder: Path, find: Callable[..., Checkpoint | None] = newest_i
     from megaloom.runtime.convert.megatron_weights import MegatronWeights
 
     return MegatronWeights(folder)
+
+
+def read_weights(folder: str | Path, model: Model) -> GivenValues:
+    """Return the weights of a model from the folder of a run, of Hugging Face or of Megatron-LM, for `shard`.
+
+    They are views of files, of which each rank reads its shards. Where ranks run already, every rank calls it. Raise
+    UserError if the folder does not have the weights of the model.
+    """
+    from megaloom.runtime.checkpoints import checkpoint  # imports megatron-core
+
+    given = open_weights(Path(folder), checkpoint.newest_on_ranks if dist.is_initialized() else newest_intact)
+    given.check(model)
+    return given.of(model)
 
 
 def check_other_folder(weights: Path, out: Path) -> None:

@@ -75,7 +75,9 @@ class Student:
         outputs = forward(batch)
         if outputs is None:
             return None
-        log_probs = torch.log_softmax(outputs.gathered("softcap.0").float(), -1).gather(-1, batch["ids"])
+        log_probs = token_log_probs(outputs, batch["ids"])
+        whole = torch.log_softmax(outputs.gathered("softcap.0").detach().float(), -1)
+        assert torch.allclose(log_probs, whole.gather(-1, batch["ids"]), atol=1e-5)
         far = (batch["teacher"].exp() * (batch["teacher"] - log_probs)).sum(-1)
         near = (token_log_probs(outputs, batch["labels"]) - batch["reference"]) ** 2
         return ((far + near).mean(1) * batch["reward"]).sum(), torch.tensor(float(len(far)))
