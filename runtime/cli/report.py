@@ -106,16 +106,17 @@ def _stage_report(summary: Summary, plan: Plan) -> list[RenderableType]:
 
 
 def _training_loss(summary: Summary, loss: float) -> list[tuple[str, str]]:
-    """Return the rows of the training loss and of its terms."""
+    """Return the rows of the training loss, of its terms, and of the report of the steps."""
     whole = summary.held_out is None or summary.held_out.cross_entropy in (None, summary.held_out.loss)
     unit = f" {summary.unit}" if whole and summary.unit else ""
     count = min(RECENT_STEPS, summary.step - (summary.resumed or 0))
     rows = [("training loss", f"{loss:.3f}{unit} (mean of the last {count} steps)")]
-    return rows + [(f"  {name}", f"{value:.3f}") for name, value in summary.train_terms.items()]
+    rows += [(f"  {name}", f"{value:.3f}") for name, value in summary.train_terms.items()]
+    return rows + [(f"  {name}", f"{value:.4g}") for name, value in summary.train_report.items()]
 
 
 def _evaluated_loss(name: str, result: EvaluationResult, summary: Summary) -> list[tuple[str, str]]:
-    """Return the rows of a loss on held-out data, of its terms, and of the perplexity of predicted tokens."""
+    """Return the rows of a loss on held-out data, of its terms, the report of the step, perplexity and scores."""
     count = f"over {result.tokens:,} {name} {summary.counted}"
     if result.cross_entropy is None:
         rows = [(f"{name} loss", " ".join(filter(None, (f"{result.loss:.3f}", summary.unit, count))))]
@@ -124,6 +125,7 @@ def _evaluated_loss(name: str, result: EvaluationResult, summary: Summary) -> li
     else:
         rows = [(f"{name} loss", f"{result.loss:.3f} {summary.unit}, {result.loss / math.log(2):.3f} bits")]
     rows += [(f"  {term}", f"{value:.3f}") for term, value in result.terms.items()]
+    rows += [(f"  {term}", f"{value:.4g}") for term, value in result.report.items()]
     if result.perplexity is not None:
         rows.append((f"{'' if name == 'held-out' else name + ' '}perplexity", f"{result.perplexity:.3f} {count}"))
     if result.scores is not None:

@@ -78,6 +78,7 @@ def _charts(plan: Plan, events: Sequence[Event], steps: Sequence[Event]) -> list
     """Return the title and the curves of each chart."""
     predicted, ends = plan.predicted, (float(steps[0]["step"]), float(steps[-1]["step"]))
     terms = sorted({name for event in steps for name in event.get("terms", {})})
+    reported = sorted({name for event in events for name in event.get("report", {})})
     evaluations = [event for event in events if event.get("event") == "evaluation"]
     skipped, count = [], 0
     for event in steps:
@@ -95,6 +96,7 @@ def _charts(plan: Plan, events: Sequence[Event], steps: Sequence[Event]) -> list
     return [
         ("loss", [_curve("training", steps, "loss"), _curve("held-out", evaluations, "loss", colour=SECOND)]),
         *((name, [_curve(name, [{**e, **e.get("terms", {})} for e in steps], name)]) for name in terms),
+        *((f"{name}, reported", _reported(name, steps, evaluations)) for name in reported),
         of("learning rate", "lr"),
         of("gradient norm", "grad_norm"),
         of(f"tokens/s/{device_word(plan)}", "tokens_per_second_per_device", 1.0, rate),
@@ -104,6 +106,14 @@ def _charts(plan: Plan, events: Sequence[Event], steps: Sequence[Event]) -> list
         of("loss scale", "loss_scale"),
         ("skipped steps, in all", [Curve("skipped steps", MEASURED, tuple(skipped))]),
     ]
+
+
+def _reported(name: str, steps: Sequence[Event], evaluations: Sequence[Event]) -> list[Curve]:
+    """Return the curves of a name that steps of the user's own report."""
+    training, held_out = (
+        [{"step": e["step"], "x": e.get("report", {}).get(name)} for e in each] for each in (steps, evaluations)
+    )
+    return [_curve("training", training, "x"), _curve("held-out", held_out, "x", colour=SECOND)]
 
 
 def _curve(title: str, events: Sequence[Event], name: str, scale: float = 1.0, colour: str = MEASURED) -> Curve:

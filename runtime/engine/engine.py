@@ -44,10 +44,10 @@ from .gradients import WeightGradient, gather_gradients
 from .loss_totals import LossTerms, LossTotals
 from .own_batches import Batch, captured_logits, check_multiple, filled, gathered_logits, global_samples, samples_of
 from .own_sums import check_counted, evaluated
-from .pipeline_run import MicroBatches, PipelineRun, Samples, Step
+from .pipeline_run import MicroBatches, PipelineRun, Samples
 from .results import EvaluationResult, StepResult
 from .shared_batches import SharedBatches, check_kinds, is_absent
-from .steps import HeldOut, Steps, complete, held_out_step, reads_more
+from .steps import DECLARED, HeldOut, Step, Steps, complete, held_out_step, reads_more
 from .training_state import TrainingState, fill_weights, make_model_chunks, restore
 
 
@@ -157,7 +157,8 @@ class Engine:
             self._check_skip(samples, part, totals.loss, update.grad_norm)
         state.end_step(skipped=not update.done)
         scale = state.scaler.loss_scale if state.scaler else None
-        return StepResult(totals.loss, update.grad_norm, lr, not update.done, scale, totals.means), gradients
+        result = StepResult(totals.loss, update.grad_norm, lr, not update.done, scale, totals.means, totals.report)
+        return result, gradients
 
     def gradients(self, batch: Batch | Samples | None) -> dict[str, WeightGradient] | None:
         """Return the gradient of the mean loss by each trained weight on rank 0, None on other ranks.
@@ -243,7 +244,7 @@ class Engine:
         samples = agreed(partial(self._samples_of, self.shared.of(batch)))
         part = self.pipeline.own_part(len(samples))
         with torch.no_grad(), captured_logits(self.model_chunks) as captured:
-            self._run(samples.__getitem__, part, Steps().validation_step, forward_only=True)
+            self._run(samples.__getitem__, part, DECLARED.validation_step, forward_only=True)
         if not self.groups.is_last_pipeline_rank:
             return None
         return gathered_logits(captured, self.graph, self.groups)[: len(samples)]

@@ -91,30 +91,34 @@ class LossTerms:
 
     @property
     def size(self) -> int:
-        """Return the length of `LossTotals.sums`."""
+        """Return the length of `LossTotals.sums` without a report."""
         records = sum(record_size(op) for _, op in self.balanced)
         return 2 * (1 + len(self.losses.names)) + 1 + records + self.scored
 
     @property
     def scored(self) -> int:
-        """Return the number of counts by class, at the end of `LossTotals.sums`."""
+        """Return the number of counts by class in `LossTotals.sums`."""
         return ROWS * self.classifier.classes if self.classifier else 0
 
-    def zero(self, device: torch.device | int | None = None) -> LossTotals:
-        """Return the totals of no micro-batch."""
-        return LossTotals(self, torch.zeros(self.size, dtype=torch.float64, device=device))
+    def zero(self, device: torch.device | int | None = None, names: tuple[str, ...] = ()) -> LossTotals:
+        """Return the totals of no micro-batch. names: of the report of a step of the user's own."""
+        return LossTotals(self, torch.zeros(self.size + 2 * len(names), dtype=torch.float64, device=device), names)
 
 
 @frozen(eq=False)
 class LossTotals:
     """Sums over micro-batches: loss and weights of all losses together, of each, sequences, records of each mixture,
-    and counts of predicted classes."""
+    counts of predicted classes, and the report of a step of the user's own."""
 
     terms: LossTerms
-    sums: Tensor  # float64 [terms.size]
+    sums: Tensor  # float64 [terms.size + 2 names]
+    names: tuple[str, ...] = ()  # of the report
 
     def __add__(self, other: LossTotals) -> LossTotals:
-        return LossTotals(self.terms, self.sums + other.sums)
+        """Return the totals of both. Those of no micro-batch, on the left, need not know the names of a report."""
+        sums = other.sums.clone()
+        sums[: len(self.sums)] += self.sums
+        return LossTotals(self.terms, sums, other.names)
 
     def add_losses(self, report: Tensor) -> None:
         """Add the sums of a micro-batch, [1 + losses, 2], in place."""
@@ -126,7 +130,11 @@ class LossTotals:
 
     def add_counts(self, counts: Tensor) -> None:
         """Add counts by class, [3, classes], in place."""
-        self.sums[-self.terms.scored :] += counts.flatten()
+        self._counts.add_(counts.flatten())
+
+    def add_report(self, report: Tensor) -> None:
+        """Add the report of a micro-batch, sum and weight of each name [names, 2], in place."""
+        self.sums[self.terms.size :] += report.flatten()
 
     def add_records(self, records: Mapping[str, Tensor]) -> None:
         """Add what mixtures have recorded for a micro-batch, in place."""
@@ -150,6 +158,12 @@ class LossTotals:
         return out
 
     @property
+    def report(self) -> dict[str, float]:
+        """Return sum / weight of each name of the report of the user's step; NaN if the weight is 0."""
+        pairs = self.sums[self.terms.size :].view(-1, 2)
+        return {name: float(x / weight) for name, (x, weight) in zip(self.names, pairs, strict=True)}
+
+    @property
     def frequencies(self) -> dict[str, Tensor]:
         """Return the share of the choices of each expert, for the mixtures that are balanced over the batch."""
         over_batch = ((name, op, own) for name, op, own in self._records() if op.balance_over == "batch")
@@ -160,13 +174,18 @@ class LossTotals:
         """Return the result of an evaluation with these totals."""
         name, names = self.terms.predicts_tokens, self.terms.losses.names
         entropy = None if name is None else self._mean(names.index(name))
-        return EvaluationResult(self.loss, round(float(self.sums[1])), self.means, entropy, self._scores)
+        return EvaluationResult(self.loss, round(float(self.sums[1])), self.means, entropy, self._scores, self.report)
 
     @property
     def _scores(self) -> Scores | None:
         """Return the scores of a classification; None if nothing was counted, as in training."""
-        counts = self.sums[len(self.sums) - self.terms.scored :]
+        counts = self._counts
         return Scores.of(*counts.view(ROWS, -1).tolist()) if float(counts.sum()) else None
+
+    @property
+    def _counts(self) -> Tensor:
+        """Return a view of the counts by class."""
+        return self.sums[self.terms.size - self.terms.scored : self.terms.size]
 
     def _mean(self, i: int) -> float:
         """Return the mean of loss i."""

@@ -39,11 +39,10 @@ from megaloom.runtime.samples.samples import Sample
 from .loss_totals import LossTerms, LossTotals
 from .loss_weights import weight_sums
 from .outputs import LocalOutputs, Outputs, over_cp
-from .own_sums import check_equal_sums
-from .steps import Forward, MicroBatch, Sums
+from .own_sums import StepSums, check_equal_sums, check_names, common_names
+from .steps import MicroBatch, Step
 
 INSIDE: ContextVar[bool] = ContextVar("inside", default=False)  # whether this rank runs micro-batches at present
-Step = Callable[[Forward, MicroBatch], Sums | None]
 Samples = Callable[[int], Sample]  # maps i to sample i of a global batch: named tensors without a batch dim
 
 
@@ -70,7 +69,8 @@ class PipelineRun:
     reads_more: bool = False  # these steps may read tensors beside the inputs of the model
     checked: bool = field(default=False, init=False)  # samples of a first micro-batch have been checked
     weight_sum: Tensor = field(init=False)  # of the micro-batches of this pass that this rank has run
-    returned: list[Tensor] = field(init=False)  # sums that the step returned for them, [2] each
+    returned: list[StepSums] = field(init=False)  # by the step, for each of them
+    reported: dict[Step, tuple[str, ...]] = field(factory=dict, init=False)  # names of the report of each own step
 
     def own_part(self, count: int, size: int = 1) -> MicroBatches:
         """Return micro-batches of `size` for this rank's own samples, on each rank as many as the most."""
@@ -130,19 +130,25 @@ class PipelineRun:
                 forward_only=forward_only,
                 **self._sends(part),
             )
+        if self.reads_more and step not in self.reported:
+            self.reported[step] = common_names(step, self.returned)
         if self.own_steps:
             check_equal_sums(step, self.returned, self.groups)
-        return self._totals(part, sums, [losses.records for losses in balancing])
+        return self._totals(part, sums, [losses.records for losses in balancing], self.reported.get(step, ()))
 
     def _totals(
-        self, part: MicroBatches, reports: list[dict[str, Tensor]], records: list[dict[str, Tensor]]
+        self,
+        part: MicroBatches,
+        reports: list[dict[str, Tensor]],
+        records: list[dict[str, Tensor]],
+        names: tuple[str, ...],
     ) -> LossTotals:
         """Return the totals of all ranks.
 
-        reports: of each micro-batch on the last stage, its `sums` [1 + losses, 2] and its `counts`. records: of
-        mixtures, for each micro-batch.
+        reports: of each micro-batch on the last stage, its `sums` [1 + losses, 2], its `counts`, and `own`, the report
+        of the user's step [names, 2]. records: of mixtures, for each micro-batch.
         """
-        total, groups = self.terms.zero(device.current()), self.groups
+        total, groups = self.terms.zero(device.current(), names), self.groups
         for i, start in enumerate(part.starts):
             if start < part.stop:
                 total.add_records(records[i])
@@ -151,6 +157,8 @@ class PipelineRun:
                     total.add_sequences(part.size if groups.cp_rank == 0 else 0)
                     if "counts" in reports[i] and groups.cp_rank == 0:
                         total.add_counts(reports[i]["counts"])
+                    if groups.cp_rank == 0:
+                        total.add_report(reports[i]["own"])
         dist.all_reduce(total.sums)
         return total
 
@@ -277,15 +285,16 @@ class PipelineRun:
             results.append(report)
             return outputs
 
-        sums = step(forward, dict(whole_batch))
+        value = step(forward, dict(whole_batch))
         if not results:
             raise UserError(f"{step.__qualname__} returned without a call of forward: call it once")
         if not isinstance(results[0], dict):
             return results[0], None
-        if sums is None:
-            raise UserError(f"{step.__qualname__} must return (loss_sum, weight_sum) where forward returns outputs")
-        loss_sum = sums[0].clone()  # the schedules free it, which they refuse for a view
-        return loss_sum, partial(self._reduce_loss, torch.as_tensor(sums[1]), results[1])
+        returned = StepSums.of(step, value, self.weight_sum.device)
+        check_names(step, returned.names, self.reported.get(step, (self.returned or [returned])[0].names))
+        self.returned.append(returned)
+        loss_sum = returned.loss_sum.clone()  # the schedules free it, which they refuse for a view
+        return loss_sum, partial(self._reduce_loss, returned.sums, results[1])
 
     def _outputs(self, out: dict[str, Tensor], ratios: Tensor) -> tuple[Outputs, Tensor]:
         """Return what a step sees of the last stage's outputs, and a report of each declared loss, [1 + losses, 2].
@@ -299,16 +308,18 @@ class PipelineRun:
         return Outputs(LocalOutputs(out, self.graph, self.groups, losses), loss_sum, weight_sum.detach()), each
 
     def _reduce_loss(
-        self, weight_sum: Tensor, report: dict[str, Tensor], loss_sum: Tensor
+        self, returned: Tensor, report: dict[str, Tensor], loss_sum: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return a micro-batch's loss sum, the number of its backward passes, and a report of its sums."""
-        total = torch.stack([loss_sum.detach().to(self.weight_sum), weight_sum.detach().to(self.weight_sum)])
-        self.returned.append(total)
+        """Return a micro-batch's loss sum, the number of its backward passes, and a report of its sums.
+
+        returned: of `StepSums.sums`.
+        """
+        total, own = returned[0], returned[1:]
         if self.own_steps and self.groups.cp_rank > 0:
             total = torch.zeros_like(total)  # the sums are over whole sequences, on each context-parallel rank
         self.weight_sum += total[1]
         sums = torch.cat([total[None], report["sums"].to(total)])
-        return loss_sum, torch.ones((), dtype=torch.int, device=sums.device), {**report, "sums": sums}
+        return loss_sum, torch.ones((), dtype=torch.int, device=sums.device), {**report, "sums": sums, "own": own}
 
     def finalize_gradients(self, chunks: list[Any], count: Tensor | None = None, **options: Any) -> None:
         """Reduce the gradients of the step, divided by the sum of the weights of the global batch.

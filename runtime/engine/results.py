@@ -24,6 +24,7 @@ class StepResult:
     skipped: bool = False  # loss or gradients were not finite, so no weight has changed
     loss_scale: float | None = None  # of fp16, after the step
     terms: Mapping[str, float] = field(factory=dict)  # means of several losses by node, and `balancing`
+    report: Mapping[str, float] = field(factory=dict)  # sum / weight of each name that a step of the user's own reports
 
 
 @frozen
@@ -53,6 +54,7 @@ class EvaluationResult:
     terms: Mapping[str, float] = field(factory=dict)  # as in `StepResult`
     cross_entropy: float | None = None  # nats per token, if a term predicts tokens
     scores: Scores | None = None  # of a classification
+    report: Mapping[str, float] = field(factory=dict)  # as in `StepResult`
 
     @property
     def perplexity(self) -> float | None:

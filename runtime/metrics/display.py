@@ -149,10 +149,11 @@ class LiveDisplay(ProgressDisplay):
 
 
 def training_figures(step: StepMetrics, skipped: int) -> list[str]:
-    """Return loss and its terms, learning rate, gradient norm; loss scale and skipped steps where there are any."""
+    """Return loss, its terms, the report of the step, learning rate, gradient norm; loss scale and skipped steps."""
     return [
         f"loss {step.loss:.4f}",
         *(f"{name} {value:.4f}" for name, value in step.terms.items()),
+        *(f"{name} {value:.4g}" for name, value in step.report.items()),
         f"lr {step.lr:.1e}",
         f"grad norm {step.grad_norm:.2f}",
         *([] if step.loss_scale is None else [f"loss scale {step.loss_scale:g}"]),
@@ -214,7 +215,7 @@ def progress_display(console: Console, plan: Plan, *, steps: int) -> Iterator[Pr
 
 
 def loss_text(result: EvaluationResult, unit: str, digits: int = 4) -> str:
-    """Return the loss of an evaluation with its unit and its terms; of predicted tokens, their perplexity too."""
+    """Return the loss of an evaluation with its unit, its terms, perplexity, scores, and the report of the step."""
     whole = result.cross_entropy in (None, result.loss)
     parts = [f"loss {result.loss:.{digits}f}{f' {unit}' if whole and unit else ''}"]
     parts += [f"{name} {value:.{digits}f}" for name, value in result.terms.items()]
@@ -222,6 +223,7 @@ def loss_text(result: EvaluationResult, unit: str, digits: int = 4) -> str:
         parts.append(f"perplexity {result.perplexity:.3f}")
     if result.scores is not None:
         parts.append(f"accuracy {result.scores.accuracy:.4f}, macro F1 {result.scores.macro_f1:.4f}")
+    parts += [f"{name} {value:.4g}" for name, value in result.report.items()]
     return ", ".join(parts)
 
 

@@ -35,6 +35,7 @@ class StepMetrics:
     skipped: bool = False  # loss or gradients were not finite, so no weight has changed
     loss_scale: float | None = None  # of fp16
     terms: Mapping[str, float] = field(factory=dict)  # of the loss, if it has several, and the balancing loss
+    report: Mapping[str, float] = field(factory=dict)  # of a step of the user's own
 
 
 class MetricsFile:
@@ -107,7 +108,7 @@ def _wrong_field(event: Mapping[str, Any]) -> str | None:
     """
     for f in (f for f in fields(StepMetrics) if f.name in event):
         value, numbers = event[f.name], int | float if str(f.type) in ("int", "bool") else int | float | None
-        if f.name == "terms":
+        if f.name in ("terms", "report"):
             right = isinstance(value, dict) and all(isinstance(x, numbers) for x in value.values())
         else:
             right = isinstance(value, numbers)

@@ -11,10 +11,11 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import asdict, define, evolve, field
+from attrs import Attribute, asdict, define, evolve, field
 from rich.console import Console
 
 from megaloom.dsl.errors import UserError
@@ -194,7 +195,7 @@ class Loop:
             peak_nbytes=self._largest_peak(),
         )
         self.steps.append(step)
-        self.metrics.write("step", **asdict(step))
+        self.metrics.write("step", **asdict(step, filter=_is_written))
         self.display.show_step(step)
 
     def _largest_peak(self) -> int:
@@ -235,7 +236,7 @@ class Loop:
         if self.stopped:
             return None
         event = "test" if name == "test" else "evaluation"
-        values = asdict(result, filter=lambda field, value: field.name != "scores" or value is not None)
+        values = asdict(result, filter=_is_written)
         self.metrics.write(event, step=self.engine.done, **values, perplexity=result.perplexity)
         count = f"{'all ' if last and samples == available else ''}{result.tokens:,} {self.maker.counted_word}"
         self.display.print(f"step {self.engine.done}  {name} {loss_text(result, self.maker.unit)} ({count})")
@@ -315,6 +316,7 @@ class Loop:
             step_seconds=statistics.median(step.seconds for step in self.steps) if self.steps else None,
             train_loss=statistics.mean(step.loss for step in recent) if recent else None,
             train_terms=_means([step.terms for step in recent]),
+            train_report=_means([step.report for step in recent]),
             held_out=held_out,
             test=test,
             unigram_entropy=entropy,
@@ -327,6 +329,11 @@ class Loop:
             synthetic=is_synthetic(self.run.corpus),
             lowest_lr=self.engine.recipe.lowest_lr,
         )
+
+
+def _is_written(attribute: Attribute[Any], value: object) -> bool:
+    """Return whether a field of a result is written to metrics.jsonl: scores and reports only where there are any."""
+    return bool(value) or attribute.name not in ("scores", "report")
 
 
 def _means(rows: list[Mapping[str, float]]) -> dict[str, float]:

@@ -97,6 +97,7 @@ class Summary:
     step_seconds: float | None  # median
     train_loss: float | None  # mean of the last steps
     train_terms: Mapping[str, float]  # of these steps, as in `StepResult`
+    train_report: Mapping[str, float] = field(factory=dict)  # of these steps, as in `StepResult`
     held_out: EvaluationResult | None  # at the end, on held-out data; None if stopped or nothing is held out
     test: EvaluationResult | None = None  # of the test part
     unigram_entropy: float | None  # of the held-out text, nats per token; None if the model predicts no tokens

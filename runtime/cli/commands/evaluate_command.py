@@ -34,16 +34,18 @@ def run_evaluate(
 
 
 def evaluation_table(evaluation: RunEvaluation) -> Table:
-    """Return loss and number of tokens of each source, and its perplexity; of a classifier its scores instead."""
+    """Return loss, number of tokens, perplexity or scores, and the report of an own step, of each source."""
     scored = any(source.result.scores for source in evaluation.losses)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("data")
     names = ("accuracy", "macro F1", evaluation.counted)
-    for name in ("loss", "unit", *(names if scored else ("perplexity", "tokens"))):
+    reported = tuple(dict.fromkeys(name for source in evaluation.losses for name in source.result.report))
+    for name in ("loss", "unit", *(names if scored else ("perplexity", "tokens")), *map(Text, reported)):
         table.add_column(name, justify="right")
     for source in evaluation.losses:
         result = source.result
         perplexity = "" if result.perplexity is None else f"{result.perplexity:.3f}"
         scores = [f"{x:.4f}" for x in astuple(result.scores)] if result.scores else [perplexity]
-        table.add_row(Text(source.name), f"{result.loss:.4f}", source.unit, *scores, f"{result.tokens:,}")
+        report = (f"{result.report[name]:.4g}" for name in reported)
+        table.add_row(Text(source.name), f"{result.loss:.4f}", source.unit, *scores, f"{result.tokens:,}", *report)
     return table

@@ -39,7 +39,9 @@ class Scaled:
 
 
 def _scaled(outputs: Any, factor: float) -> Any:
-    return None if outputs is None else (factor * outputs.loss_sum, outputs.weight_sum)
+    if outputs is None:
+        return None
+    return factor * outputs.loss_sum, outputs.weight_sum, {"factor": (3 * factor, 3)}
 
 
 def terms(plan: Plan) -> list[dict[str, float]]:
@@ -111,7 +113,12 @@ def test_a_run_reports_terms_and_ends_with_the_test_step(
     assert [e["event"] for e in events if e["event"] != "checkpoint"] == ["step", "evaluation", "step", "evaluation"]
     assert all(set(e["terms"]) == {"next_token.0", "z_loss.0"} for e in events if "terms" in e)
     during, after = (e for e in events if e["event"] == "evaluation")
+    assert [e["report"]["factor"] for e in events if "report" in e] == [1, 10, 1, 100]
     assert after["loss"] == pytest.approx(10 * during["loss"], rel=0.05)  # other samples
     assert done.held_out is not None
     assert done.held_out.terms == after["terms"]
-    assert "z_loss.0" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "z_loss.0" in said
+    assert {f"factor {factor}" for factor in (1, 10, 100)} <= {
+        part.partition(" (")[0].strip() for line in said.splitlines() for part in line.replace("  ", ",").split(",")
+    }

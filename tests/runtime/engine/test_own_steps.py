@@ -1,5 +1,6 @@
 """Steps of the user's own: values, log-probabilities and sums that do not depend on the layout, or are refused."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard, token_log_probs
+from megaloom.runtime.engine.own_sums import StepSums, check_names
 from megaloom.runtime.megatron.process_groups import create_process_groups
 from tests.support.parity.layouts import Results, under_layouts
 from tests.support.paths import TEST_MODELS
 
 MODEL = f"{TEST_MODELS / 'scored.py'}:scored"
 BATCH, SEQ, VOCAB, STEPS = 4, 32, 127, 2
-LOGITS, SCORES = "softcap.0", "score.0"
+LOGITS, SCORES, REPORTED = "softcap.0", "score.0", "declared loss"
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
 LAYOUTS = {
     "DP1": Layout(micro_batch=2),
@@ -51,11 +53,17 @@ def large_logits(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
     return outputs.loss_sum + 0.1 * logits.float().square().sum(), outputs.weight_sum
 
 
-def key_tokens(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The mean loss of each sequence, which counts more the more of some tokens it has."""
-    losses = -token_log_probs(outputs, batch["labels"]).mean(1)
+def key_tokens(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The mean loss of each sequence, which counts more the more of some tokens it has; with a report."""
+    each = -token_log_probs(outputs, batch["labels"])
     weights = 1 + 0.25 * (batch["tokens"] < 40).float().sum(1)
-    return (losses * weights).sum(), torch.tensor(float(len(losses)))
+    counted = batch["mask"].float()
+    report = {
+        REPORTED: ((each * counted).sum(), counted.sum()),
+        "weight": torch.stack([weights.sum(), torch.tensor(float(len(weights)))]),  # as Megatron-LM's loss functions
+        "never": (0.0, 0),
+    }
+    return (each.mean(1) * weights).sum(), torch.tensor(float(len(weights))), report
 
 
 def key_tokens_by_torch(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -125,7 +133,15 @@ def losses_of(plan: Plan) -> dict[str, list[float]]:
         steps = [engine.step(batch) for batch in own]
         out[name] = [value for r in steps for value in (r.loss, r.grad_norm)]
         if name not in OF_PAIRS:  # an evaluation takes one sequence at a time
-            out[name].append(engine.evaluate(own[:1]).loss)
+            held_out = engine.evaluate(own[:1])
+            out[name].append(held_out.loss)
+        if name == "key_tokens":
+            for r in (*steps, held_out):
+                assert r.report[REPORTED] == pytest.approx(r.terms["next_token.0"], rel=1e-5)
+                assert math.isnan(r.report["never"])
+            out[name] += [r.report["weight"] for r in steps]
+        else:
+            assert not any(r.report for r in steps)
     return out
 
 
@@ -150,7 +166,7 @@ def test_a_step_computes_under_a_layout_what_it_computes_in_one_process(layout: 
 
 
 def test_log_probabilities_are_those_of_torch_and_of_megatron_core(results: Results) -> None:
-    ours, by_torch, by_megatron = (results["DP1"][0][f.__name__] for f in KEY_TOKENS)
+    ours, by_torch, by_megatron = (results["DP1"][0][f.__name__][: 2 * STEPS + 1] for f in KEY_TOKENS)
     assert ours == pytest.approx(by_torch, rel=1e-5)
     assert by_megatron == pytest.approx(by_torch, rel=1e-5)
 
@@ -176,6 +192,11 @@ def own_weight(outputs: Any, batch: Any) -> Any:
     return outputs.loss_sum, outputs.weight_sum + torch.distributed.get_rank()
 
 
+def own_report(outputs: Any, batch: Any) -> Any:
+    """A report with another number on each rank."""
+    return outputs.loss_sum, outputs.weight_sum, {"rank": (torch.distributed.get_rank(), 1)}
+
+
 def of_labels(change: Any) -> Any:
     """A loss of changed labels."""
     return lambda outputs, batch: (
@@ -187,6 +208,7 @@ def of_labels(change: Any) -> Any:
 REFUSED = {
     "columns": own_columns,
     "weight": own_weight,
+    "report": own_report,
     "ignored labels": of_labels(lambda labels: torch.where(labels < 60, -100, labels)),
     "half of the labels": of_labels(lambda labels: labels[:, : SEQ // 2]),
     "unknown": lambda outputs, batch: (outputs.gathered("unembed.7").sum(), outputs.weight_sum),
@@ -223,12 +245,13 @@ def test_what_depends_on_the_layout_is_refused(plans: dict[str, Plan]) -> None:
         assert rank["half of the labels"].startswith("labels have the shape [2, 16]: the logits softcap.0 need [2, 32]")
         assert rank["unknown"].startswith("a step has no output 'unembed.7': it has ")
         assert rank["extra"].startswith("a sample has reference; scored has the inputs tokens, labels, mask only\n")
-    assert not (one["columns"] or one["weight"] or one["parts"] or one["sums of a loss"])
+    assert not (one["columns"] or one["weight"] or one["report"] or one["parts"] or one["sums of a loss"])
     assert not shards[0]["sums of a loss"]
     for rank in shards:
         assert "returned different sums on the tensor- and context-parallel ranks" in rank["columns"]
         assert rank["columns"] == shards[0]["columns"]
         assert ": weight_sum from " in rank["weight"]
+        assert ": the sum of 'rank' from 0 to 1\n" in rank["report"]
         assert rank["parts"].startswith("this rank has only its part of score.0, which is sharded over tp\n")
     for rank in parts:
         assert (
@@ -236,6 +259,44 @@ def test_what_depends_on_the_layout_is_refused(plans: dict[str, Plan]) -> None:
         )
         assert ": weight_sum from " in rank["weight"]
         assert rank["sums of a loss"].startswith("this rank has only its part of next_token.0")
+
+
+ONE = torch.ones(())
+MALFORMED = {
+    "nothing": (
+        None,
+        "training_step returned nothing\nreturn (loss_sum, weight_sum), or (loss_sum, weight_sum, report)",
+    ),
+    "loss alone": (ONE, "returned a tensor of shape []\n"),
+    "as Accelerate's": ((ONE, {"lm loss": ONE}), "returned {'lm loss': tensor(1.)} as weight_sum\n"),
+    "not summed": ((torch.ones(3), ONE), "returned a tensor of shape [3] as loss_sum\n"),
+    "a number": ((0.5, ONE), "returned 0.5 as loss_sum, which is no tensor and so has no gradient\n"),
+    "no dict": ((ONE, 1, [ONE, ONE]), "as report\n"),
+    "name": ((ONE, 1, {"a\nb": (1, 1)}), "a report with the name 'a\\nb', which is no line of text\n"),
+    "a mean": (
+        (ONE, 1, {"accuracy": 0.5}),
+        "a report with 0.5 as 'accuracy'\ngive (sum, weight), such as (right, count)",
+    ),
+    "a tensor": ((ONE, 1, {"accuracy": torch.ones(3)}), "a report with a tensor of shape [3] as 'accuracy'\n"),
+    "a pair of texts": ((ONE, 1, {"accuracy": ("a", 1)}), "a report with ('a', 1) as 'accuracy'\n"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_what_is_no_pair_of_sums_is_refused(case: str) -> None:
+    value, message = MALFORMED[case]
+    with pytest.raises(UserError) as raised:
+        StepSums.of(Objective.training_step, value, torch.device("cpu"))
+    assert message in str(raised.value)
+
+
+def test_a_step_reports_the_same_names_for_each_micro_batch() -> None:
+    with pytest.raises(UserError) as raised:
+        check_names(Objective.training_step, ("accuracy",), ())
+    assert str(raised.value) == (
+        "Objective.training_step returned a report of 'accuracy', and before one of nothing\n"
+        "return the same names for each micro-batch, with the weight 0 where there is nothing to count"
+    )
 
 
 def two_engines(plan: Plan) -> tuple[list[float], list[float], str]:
