@@ -76,6 +76,8 @@ def generate_text(
     batch_size: int = 16,
     precision: TrainedPrecision | None = None,
     tokenizer: str | None = None,
+    tokenizer_type: str | None = None,
+    add_bos: Annotated[bool, Parameter(negative="")] = False,
     averaged: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     settings: Annotated[GenerationSettings, Parameter(name="*", group="Generation")] = DEFAULT_GENERATION,
@@ -101,7 +103,13 @@ def generate_text(
     precision
         Precision of weights and activations. [default: that of the run]
     tokenizer
-        A tokenizer.json, a SentencePiece *.model, a Hugging Face folder, or "bytes". [default: that of the run]
+        A tokenizer as in `megaloom data`: a folder, a file, a name on the Hugging Face hub, or "bytes". [default: that
+        of the run]
+    tokenizer_type
+        How a bare vocab.txt or vocab.json is used: BertWordPieceLowerCase, BertWordPieceCase, GPT2BPETokenizer, or a
+        tokenizer class of transformers.
+    add_bos
+        Begin each prompt with the tokenizer's beginning-of-text token, unless it has it already.
     averaged
         Use the averaged weights that a training loop of your own has kept.
     as_json
@@ -114,7 +122,7 @@ def generate_text(
 
     chosen = None if precision is None else Precision(precision)
     files = (list(prompt), prompt_file)
-    asked = Asked(tp, pp, chosen, tokenizer, chat, batch_size, averaged=averaged)
+    asked = Asked(tp, pp, chosen, tokenizer, tokenizer_type, chat, add_bos, batch_size, averaged=averaged)
     run_generate(run, *files, settings, asked, as_json=as_json)
 
 

@@ -129,6 +129,7 @@ def make_dataset(
     *,
     output: Annotated[Path, Parameter(name=["-o", "--output"])],
     tokenizer: str | None = None,
+    tokenizer_type: str | None = None,
     train_vocab: int | None = None,
     key: str | None = None,
     label_key: str | None = None,
@@ -138,6 +139,7 @@ def make_dataset(
     split_sentences: str | None = None,
     workers: int | None = None,
     append_eos: bool = False,
+    add_bos: bool = False,
 ) -> None:
     """Tokenize text into an indexed dataset, OUTPUT.bin and OUTPUT.idx, that `megaloom train --data OUTPUT` reads.
 
@@ -150,7 +152,11 @@ def make_dataset(
     output
         Prefix of the dataset. Its tokenizer is saved as OUTPUT-tokenizer.
     tokenizer
-        A tokenizer.json, a SentencePiece *.model, a Hugging Face folder, or "bytes".
+        A Hugging Face folder, a tokenizer.json, a SentencePiece *.model, a vocab.txt, a vocab.json with its merges.txt,
+        a name on the Hugging Face hub, or "bytes".
+    tokenizer_type
+        How a bare vocab.txt or vocab.json is used: BertWordPieceLowerCase, BertWordPieceCase, GPT2BPETokenizer, or a
+        tokenizer class of transformers.
     train_vocab
         Train a BPE tokenizer with this number of tokens on the sources.
     key
@@ -173,12 +179,26 @@ def make_dataset(
         Processes. [default: the number of cores]
     append_eos
         End each document with the tokenizer's end-of-text token.
+    add_bos
+        Begin each document with the tokenizer's beginning-of-text token.
     """
     require_training_packages("data")
     from .commands.data_command import run_data, text_keys
 
     keys = text_keys(key, label_key, source_key, target_key, images=image_size is not None)
-    run_data(sources, output, tokenizer, train_vocab, keys, image_size, split_sentences, workers, append_eos)
+    run_data(
+        sources,
+        output,
+        keys,
+        image_size,
+        workers,
+        tokenizer=tokenizer,
+        tokenizer_type=tokenizer_type,
+        train_vocab=train_vocab,
+        sentences=split_sentences,
+        append_eos=append_eos,
+        add_bos=add_bos,
+    )
 
 
 @unwrap_help

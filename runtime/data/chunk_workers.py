@@ -17,7 +17,7 @@ from .encoding import ChunkTask, cached_tokenizer, encoded
 from .images import PIXEL_IDS
 from .indexed import MASK, TARGET_SUFFIX, path_of, smallest_token_type, write_index, write_indexed, write_tokens
 from .labels import CollectedLabels
-from .tokenizer import Tokens
+from .tokenizer_kinds import Tokens
 
 
 def tokenized(tasks: list[ChunkTask], workers: int) -> Iterator[int]:

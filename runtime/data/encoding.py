@@ -20,7 +20,8 @@ from .labels import IGNORED
 from .rows import Document, Keys, Row, read_chunk, read_rows, text_of
 from .sentences import sentences_of
 from .token_ids import BYTE_IDS
-from .tokenizer import TextTokenizer, Tokens, load_tokenizer
+from .tokenizer import load_tokenizer
+from .tokenizer_kinds import TextTokenizer, Tokens
 
 BATCH_CHARACTERS = 2**20
 """Characters that a tokenizer encodes in one call."""
@@ -35,6 +36,7 @@ class ChunkTask:
     tokenizer: str
     keys: Keys
     append_eos: bool
+    add_bos: bool = False
     image: ImageSize | None = None  # of the pixels, if the documents are images
     sentences: str | None = None  # the language by which texts are split into sentences
 
@@ -82,7 +84,7 @@ def encoded(task: ChunkTask) -> Iterator[Encoded]:
 
 def _texts(task: ChunkTask) -> Iterator[Encoded]:
     """Yield the texts or the conversations of a chunk."""
-    tokenizer, end, kinds = cached_tokenizer(task.tokenizer), _end(task), set()
+    tokenizer, begin, end, kinds = cached_tokenizer(task.tokenizer), _begin(task), _end(task), set()
     raw = task.tokenizer == BYTE_IDS.name
     for batch in _batches(read_chunk(task.chunk, task.keys.text, raw=raw)):
         texts = [document for document in batch if isinstance(document, str)]
@@ -94,7 +96,9 @@ def _texts(task: ChunkTask) -> Iterator[Encoded]:
         if texts and task.sentences is not None:
             found = (_split(text, task.sentences, tokenizer, end) for text in texts)
         elif texts:
-            found = (Encoded(np.append(each, end)) for each in tokenizer.encode(texts))
+            found = (Encoded(np.concatenate([begin, each, end])) for each in tokenizer.encode(texts))
+        elif task.add_bos:
+            raise UserError("the documents are conversations, which their chat template begins\nomit --add-bos")
         else:
             template = _cached_chat_template(task.tokenizer)
             found = (Encoded(*template.encode(document)) for document in batch if not isinstance(document, str))
@@ -106,6 +110,11 @@ def _split(text: str, language: str, tokenizer: TextTokenizer, end: Tokens) -> E
     each = [tokens for tokens in tokenizer.encode(sentences_of(text, language)) if len(tokens)]
     each = [*each[:-1], np.append(each[-1], end)] if each else [np.zeros(0, np.int64)]
     return Encoded(np.concatenate(each), sentences=tuple(map(len, each)))
+
+
+def _begin(task: ChunkTask) -> npt.NDArray[np.int64]:
+    """Return the token that begins each document, or none."""
+    return np.array([cached_tokenizer(task.tokenizer).ids.bos] if task.add_bos else [], np.int64)
 
 
 def _end(task: ChunkTask) -> npt.NDArray[np.int64]:

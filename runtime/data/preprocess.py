@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-from attrs import astuple, evolve, frozen
+from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 
@@ -22,7 +22,7 @@ from .description import TOKENIZER_SUFFIX, Description, read_description, write_
 from .documents import Chunk, DocumentSource, class_names, open_images, open_source
 from .encoding import ChunkTask, cached_tokenizer
 from .folder_lock import locked_folder, named_write_errors
-from .images import PIXEL_IDS, ImageSize, require_pillow
+from .images import PIXEL_IDS
 from .indexed import (
     INDEX_SUFFIX,
     MASK,
@@ -37,10 +37,11 @@ from .indexed import (
 )
 from .integrity import check_described, tokenizer_digest, tokens_digest
 from .labels import Labels, join_labels
-from .rows import TEXT_KEYS, Keys, texts_of_chunk
-from .sentences import check_language
+from .preprocess_options import Preprocessing
+from .rows import Keys, texts_of_chunk
 from .token_ids import BYTE_IDS
 from .tokenizer import load_tokenizer, save_tokenizer, train_bpe
+from .tokenizer_source import opened_if_named
 
 PARTS_SUFFIX = ".parts"
 TRAINED_NBYTES = 256 * 2**20
@@ -50,48 +51,6 @@ Sources = list[DocumentSource]
 ShowProgress = Callable[[str, int, int], None]  # text, bytes done, bytes in all
 
 
-@frozen(kw_only=True)
-class Preprocessing:
-    """All that decides the contents of a dataset, and the number of processes that make it."""
-
-    sources: tuple[str, ...]
-    prefix: Path
-    tokenizer: str | None = None
-    train_vocab: int | None = None
-    keys: Keys = TEXT_KEYS
-    image: ImageSize | None = None  # the size of images; None: documents are texts
-    append_eos: bool = False
-    sentences: str | None = None  # the language by which texts are split into sentences
-    workers: int = 1
-
-    def check(self) -> None:
-        """Raise UserError for options that contradict each other."""
-        if self.image is not None:
-            self._check_images()
-        elif (self.tokenizer is None) == (self.train_vocab is None):
-            raise UserError("give one of --tokenizer FILE_OR_FOLDER, --tokenizer bytes, and --train-vocab 8192")
-        if self.workers < 1:
-            raise UserError(f"--workers must be at least 1, got {self.workers}")
-        if self.prefix.is_char_device() or self.prefix.is_block_device():
-            raise UserError(f"-o {self.prefix} is a device\ngive a prefix of files, such as -o text")
-        if self.prefix.is_dir():
-            raise UserError(f"-o {self.prefix} is a folder\ngive a prefix: -o {self.prefix / 'text'}")
-        if self.sentences is not None:
-            if not self.keys.has_text_only or self.image is not None:
-                raise UserError("--split-sentences is for text without labels, pairs and images\nomit it")
-            check_language(self.sentences)
-        if len(self.keys.flags) != sum(key is not None for key in astuple(self.keys)):
-            raise UserError(f"{' and '.join(self.keys.flags.values())} must be different keys")
-
-    def _check_images(self) -> None:
-        """Raise UserError for options that images do not have."""
-        given = {"--tokenizer": self.tokenizer, "--train-vocab": self.train_vocab, "--target-key": self.keys.target}
-        given["--append-eos"] = self.append_eos or None
-        if wrong := next((flag for flag, value in given.items() if value is not None), None):
-            raise UserError(f"--image-size is for images, which have no {wrong}\nomit {wrong}")
-        require_pillow()
-
-
 def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description, bool]:
     """Tokenize sources into an indexed dataset with its description and its tokenizer beside it.
 
@@ -99,8 +58,14 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
     and then leave nothing behind.
     """
     request.check()
-    if request.tokenizer is not None:
-        load_tokenizer(request.tokenizer)
+    with opened_if_named(request.tokenizer, request.tokenizer_type) as tokenizer:
+        if tokenizer is not None:
+            load_tokenizer(tokenizer)
+        return _preprocess(evolve(request, tokenizer=tokenizer, tokenizer_type=None), show)
+
+
+def _preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description, bool]:
+    """Return what `preprocess` returns, for a tokenizer that `load_tokenizer` reads."""
     sources = [(open_images if request.image else open_source)(name) for name in request.sources]
     digest = _digest(request, sources)
     if is_indexed(request.prefix):
@@ -124,7 +89,8 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
 def _digest(request: Preprocessing, sources: list[DocumentSource]) -> str:
     """Return a digest of all that decides the contents of the dataset."""
     tokenizer = f"bpe {request.train_vocab}" if request.tokenizer is None else tokenizer_digest(request.tokenizer)
-    keys, more = request.keys, [x for x in (request.image, request.sentences) if x is not None]
+    bos = "bos" if request.add_bos else None
+    keys, more = request.keys, [x for x in (request.image, request.sentences, bos) if x is not None]
     key = keys.text if keys.has_text_only else keys
     parts = (tokenizer, key, request.append_eos, [s.digest for s in sources], *more)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
@@ -189,14 +155,11 @@ def _tokenize(
     request: Preprocessing, tokenizer: str, parts: Path, sources: list[DocumentSource], show: ShowProgress
 ) -> None:
     """Tokenize the chunks that have no part yet."""
-    if request.append_eos and cached_tokenizer(tokenizer).ids.eos is None:
-        raise UserError(
-            f"the tokenizer {request.tokenizer} names no token that ends a document, which --append-eos needs\n"
-            "give its folder with a tokenizer_config.json that has an eos_token"
-        )
+    _check_ends(request, tokenizer)
     chunks = [chunk for source in sources for chunk in source.chunks]
+    framed = (request.append_eos, request.add_bos)
     tasks = [
-        ChunkTask(chunk, _part(parts, i), tokenizer, request.keys, request.append_eos, request.image, request.sentences)
+        ChunkTask(chunk, _part(parts, i), tokenizer, request.keys, *framed, request.image, request.sentences)
         for i, chunk in enumerate(chunks)
     ]
     left = [task for task in tasks if not path_of(task.out, INDEX_SUFFIX).exists()]
@@ -206,6 +169,20 @@ def _tokenize(
     for nbytes in tokenized(left, request.workers):
         done += nbytes
         show("tokenizing", done, total)
+
+
+def _check_ends(request: Preprocessing, tokenizer: str) -> None:
+    """Raise UserError for a tokenizer without the tokens that are to begin and end documents."""
+    ids = BYTE_IDS if request.image is not None else cached_tokenizer(tokenizer).ids
+    for wanted, id_, flag, what, name in (
+        (request.append_eos, ids.eos, "--append-eos", "ends", "eos_token"),
+        (request.add_bos, ids.bos, "--add-bos", "begins", "bos_token"),
+    ):
+        if wanted and id_ is None:
+            raise UserError(
+                f"the tokenizer {request.tokenizer} names no token that {what} a document, which {flag} needs\n"
+                f"give its folder with a tokenizer_config.json that has {name}"
+            )
 
 
 def _join(request: Preprocessing, tokenizer: str, parts: Path, sources: Sources, digest: str) -> Description:

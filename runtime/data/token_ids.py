@@ -33,6 +33,7 @@ class TokenIds:
     sentinels: tuple[int, ...] = ()  # replace removed spans, first one first
     name: str = "bytes"
     template: Template = Template()
+    bos: int | None = None  # begins a document, if it is asked for
 
     @property
     def unit(self) -> str:

@@ -10,146 +10,42 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
-from attrs import field, frozen
+from typing import Any
 
 from megaloom.dsl.errors import UserError
 
-from .indexed import smallest_token_type
 from .token_ids import BYTE_IDS, Template, TokenIds
 from .tokenizer_files import (
     CONFIG_NAME,
     JSON_NAME,
     MODEL_NAME,
+    SETTINGS_FILES,
     TokenizerFormat,
     check_readable,
+    checked_tokenizer,
     class_name,
     format_of,
     sentencepiece_file,
     special_tokens,
-    transformers_json,
+    transformers_tokenizer,
 )
+from .tokenizer_kinds import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, TextTokenizer
+from .vocabulary_files import check_whole, sentence_pieces, why_no_tokenizer
 
-COPIED = (JSON_NAME, MODEL_NAME, CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+COPIED = (JSON_NAME, MODEL_NAME, *SETTINGS_FILES)
 END_OF_TEXT = "<|endoftext|>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Names of the token that ends a document, if a tokenizer.json comes without a tokenizer_config.json."""
+BEGIN_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", END_OF_TEXT)  # GPT-2 begins and ends texts with one token
 MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
 PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>")
 
-Tokens = npt.NDArray[np.integer]
-
-
-class TextTokenizer(Protocol):
-    """Turns text into tokens and back."""
-
-    @property
-    def ids(self) -> TokenIds:
-        """Return the number of ids and the special ids."""
-
-    @property
-    def vocabulary(self) -> Mapping[str, int]:
-        """Return the id of each token, without tokens that were added to a trained tokenizer."""
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text, without special tokens."""
-
-    def encode_words(self, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        """Return the tokens of a text that is given as words, and the number of the word of each token."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-
-
-@frozen
-class ByteTokenizer:
-    """One token per byte of UTF-8."""
-
-    ids: TokenIds = BYTE_IDS
-
-    @property
-    def vocabulary(self) -> Mapping[str, int]:
-        """Return the id of each byte."""
-        return {chr(i): i for i in range(self.ids.vocab)}
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the bytes of each text. Surrogates stand for bytes that are no UTF-8."""
-        return [np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) for text in texts]
-
-    def encode_words(self, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        """Return the bytes of words, each with the space after it, and the number of the word of each byte."""
-        return _words_one_by_one(self, [f"{word} " for word in words])
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes; the zero byte ends a document and is left out."""
-        return bytes(t for t in tokens if 0 < t < BYTE_IDS.vocab).decode(errors="replace")
-
-
-@frozen
-class JsonTokenizer:
-    """A tokenizer.json, through the library `tokenizers`."""
-
-    backend: Any = field(repr=False)  # tokenizers.Tokenizer
-    ids: TokenIds
-
-    @property
-    def vocabulary(self) -> Mapping[str, int]:
-        """Return the id of each token of the model, without added ones."""
-        known: dict[str, int] = self.backend.get_vocab(with_added_tokens=False)
-        return known
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text."""
-        kind = smallest_token_type(self.ids.vocab)
-        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(e.ids, kind) for e in encoded]
-
-    def encode_words(self, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        """Return the tokens of words, and the number of the word of each."""
-        encoded = self.backend.encode(list(words), is_pretokenized=True, add_special_tokens=False)
-        return np.array(encoded.ids, smallest_token_type(self.ids.vocab)), np.array(encoded.word_ids, np.int64)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        return str(self.backend.decode(list(tokens), skip_special_tokens=True))
-
-
-@frozen
-class SentencePieceTokenizer:
-    """A SentencePiece model, through the library `sentencepiece`."""
-
-    backend: Any = field(repr=False)  # sentencepiece.SentencePieceProcessor
-    ids: TokenIds
-
-    @property
-    def vocabulary(self) -> Mapping[str, int]:
-        """Return the id of each piece."""
-        return {self.backend.id_to_piece(i): i for i in range(self.ids.vocab)}
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text."""
-        return [np.array(e, smallest_token_type(self.ids.vocab)) for e in self.backend.encode(list(texts))]
-
-    def encode_words(self, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        """Return the tokens of words, and the number of the word of each."""
-        return _words_one_by_one(self, words)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        return str(self.backend.decode([int(t) for t in tokens]))
-
-
-def _words_one_by_one(tokenizer: TextTokenizer, words: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Return the tokens of words that are encoded by themselves, and the number of the word of each."""
-    each = tokenizer.encode(words)
-    return np.concatenate(each), np.repeat(np.arange(len(each)), [len(tokens) for tokens in each])
-
 
 def load_tokenizer(source: str) -> TextTokenizer:
-    """Return the tokenizer "bytes", of a file tokenizer.json or *.model, or of a folder. Raise UserError if none is."""
+    """Return the tokenizer "bytes", of a file tokenizer.json or *.model, or of a folder. Raise UserError if none is.
+
+    `opened_tokenizer` turns other names, those of vocabularies and of the hub, into these.
+    """
     if source == BYTE_IDS.name:
         return ByteTokenizer()
     path = Path(source).expanduser()
@@ -165,7 +61,7 @@ def load_tokenizer(source: str) -> TextTokenizer:
     except Exception as error:  # the libraries raise bare Exception, RuntimeError, OSError, ValueError and more
         reason, kind = " ".join(str(error).split()) or type(error).__name__, format_of(path)
         what = f" as {kind.value}" if kind else ""
-        raise UserError(f"cannot read the tokenizer {source}{what}: {reason}") from None
+        raise UserError(f"cannot read the tokenizer {source}{what}: {reason}\ncopy its files again") from None
 
 
 def tokenizer_of(folders: Sequence[Path]) -> str:
@@ -178,16 +74,37 @@ def _load(path: Path) -> TextTokenizer:
     if kind is None:
         raise UserError(f"no tokenizer in {path}\ngive --tokenizer a folder with {JSON_NAME} or {MODEL_NAME}")
     check_readable(path, kind)
-    if path.is_file():
-        return _sentencepiece(path) if kind is TokenizerFormat.SENTENCEPIECE else _json(path.read_text(), path.name, {})
-    config = special_tokens(path)
     if kind is TokenizerFormat.JSON:
-        return _json((path / JSON_NAME).read_text(), path.name, config)
-    if kind is TokenizerFormat.SENTENCEPIECE and "tokenizer_class" not in config:
-        model = sentencepiece_file(path)
-        if model.name == MODEL_NAME or class_name(path) is None:
-            return _sentencepiece(model)
-    return _json(transformers_json(path, kind), path.name, config)
+        file, config = (path / JSON_NAME, special_tokens(path)) if path.is_dir() else (path, {})
+        return _json(_json_text(file), path.name, config)
+    if _is_plain(path, kind):
+        return _sentencepiece(sentencepiece_file(path))
+    found = checked_tokenizer(path, kind)
+    config = {**found.special_tokens_map, **special_tokens(path)}
+    return _json(str(found.backend_tokenizer.to_str()), path.name, config)
+
+
+def _is_plain(path: Path, kind: TokenizerFormat) -> bool:
+    """Return whether files are a SentencePiece model as it is, without a class of transformers."""
+    if kind is not TokenizerFormat.SENTENCEPIECE or path.is_file():
+        return kind is TokenizerFormat.SENTENCEPIECE
+    named = "tokenizer_class" in special_tokens(path)
+    return not named and (sentencepiece_file(path).name == MODEL_NAME or class_name(path) is None)
+
+
+def _json_text(file: Path) -> str:
+    """Return the text of a tokenizer.json. Raise UserError if the library cannot read it and it is another file."""
+    from tokenizers import Tokenizer
+
+    check_whole(file)
+    text = file.read_text(encoding="utf-8")
+    try:
+        Tokenizer.from_str(text)
+    except Exception:  # the library raises bare Exception
+        if (what := why_no_tokenizer(file)) is not None:
+            raise UserError(f"{file} is not a tokenizer.json: it {what}") from None
+        raise
+    return text
 
 
 def _json(text: str, name: str, config: Mapping[str, Any]) -> JsonTokenizer:
@@ -213,6 +130,7 @@ def _json(text: str, name: str, config: Mapping[str, Any]) -> JsonTokenizer:
     ids = TokenIds(
         max(known.values()) + 1,
         eos=named("sep_token") if eos is None else eos,
+        bos=named("bos_token", *BEGIN_NAMES),
         pad=named("pad_token", *PAD_NAMES),
         mask=named("mask_token", *MASK_NAMES),
         sentinels=tuple(sentinels),
@@ -260,15 +178,13 @@ def _check_ids(known: Mapping[str, int], name: str) -> None:
 
 
 def _sentencepiece(path: Path) -> SentencePieceTokenizer:
-    from sentencepiece import SentencePieceProcessor
-
-    backend = SentencePieceProcessor(model_file=str(path))
+    backend = sentence_pieces(path)
 
     def given(id_: int) -> int | None:
         return id_ if id_ >= 0 else None
 
-    eos, pad = given(backend.eos_id()), given(backend.pad_id())
-    return SentencePieceTokenizer(backend, TokenIds(backend.vocab_size(), eos=eos, pad=pad, name=path.name))
+    eos, bos, pad = (given(id_) for id_ in (backend.eos_id(), backend.bos_id(), backend.pad_id()))
+    return SentencePieceTokenizer(backend, TokenIds(backend.vocab_size(), eos=eos, bos=bos, pad=pad, name=path.name))
 
 
 def save_tokenizer(source: str, folder: Path) -> None:
@@ -282,14 +198,18 @@ def save_tokenizer(source: str, folder: Path) -> None:
     if isinstance(tokenizer, SentencePieceTokenizer):
         shutil.copyfile(sentencepiece_file(path), folder / MODEL_NAME)
     if isinstance(tokenizer, JsonTokenizer) and not (folder / JSON_NAME).exists():
-        tokenizer.backend.save(str(folder / JSON_NAME))
+        if path.is_dir():
+            transformers_tokenizer(path).save_pretrained(folder)
+        else:
+            tokenizer.backend.save(str(folder / JSON_NAME))
     if isinstance(tokenizer, JsonTokenizer) and not (folder / CONFIG_NAME).exists():
         _write_config(tokenizer, folder)
 
 
 def _write_config(tokenizer: JsonTokenizer, folder: Path) -> None:
     """Write a tokenizer_config.json with the special tokens of a bare tokenizer.json."""
-    special = {"eos_token": tokenizer.ids.eos, "pad_token": tokenizer.ids.pad, "mask_token": tokenizer.ids.mask}
+    ids = tokenizer.ids
+    special = {"bos_token": ids.bos, "eos_token": ids.eos, "pad_token": ids.pad, "mask_token": ids.mask}
     named = {key: tokenizer.backend.id_to_token(id_) for key, id_ in special.items() if id_ is not None}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2))

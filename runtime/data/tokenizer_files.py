@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import read_json
+
+from .vocabulary_files import byte_pairs, sentence_pieces, word_pieces
 
 JSON_NAME, MODEL_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 MODEL_NAMES = (MODEL_NAME, "spiece.model", "sentencepiece.bpe.model")
@@ -38,25 +42,37 @@ FORMAT_FILES = {
     TokenizerFormat.SETTINGS: (CONFIG_NAME,),
 }
 """Names of the files of each format. A folder has the first format of which it has a file."""
-CLASSES = {
-    TokenizerFormat.BPE: ('{"tokenizer_class": "GPT2Tokenizer"}', "how text is split before it"),
-    TokenizerFormat.WORDPIECE: (
-        '{"tokenizer_class": "BertTokenizer", "do_lower_case": true}',
-        "whether its text is in lower case",
-    ),
+WHOLE = (TokenizerFormat.JSON, TokenizerFormat.SENTENCEPIECE)
+"""Formats of one file that says by itself how text is split."""
+SETTINGS_FILES = (CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+TOKENIZER_FILE_NAMES = tuple(dict.fromkeys((*(n for names in FORMAT_FILES.values() for n in names), *SETTINGS_FILES)))
+"""Names of all files that a tokenizer may have."""
+LOWER_CASE, CASED, GPT2 = "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer"
+"""Megatron-LM's names of its tokenizers of a WordPiece vocabulary and of a byte-level BPE."""
+TYPE_SETTINGS: dict[str, tuple[TokenizerFormat, dict[str, Any]]] = {
+    LOWER_CASE: (TokenizerFormat.WORDPIECE, {"tokenizer_class": "BertTokenizer", "do_lower_case": True}),
+    CASED: (TokenizerFormat.WORDPIECE, {"tokenizer_class": "BertTokenizer", "do_lower_case": False}),
+    GPT2: (TokenizerFormat.BPE, {"tokenizer_class": "GPT2Tokenizer"}),
+    "SentencePieceTokenizer": (TokenizerFormat.SENTENCEPIECE, {}),
+    "GPTSentencePieceTokenizer": (TokenizerFormat.SENTENCEPIECE, {}),
 }
-"""Contents of a tokenizer_config.json that names a usual class, and what the vocabulary alone does not say."""
+"""Tokenizers of Megatron-LM: the format that each reads, and the tokenizer_config.json that says how."""
 
 
 def format_of(path: Path) -> TokenizerFormat | None:
     """Return the format of the tokenizer in a folder, None without one; of a file by its name, tokenizer.json if none.
 
-    A config.json alone is no tokenizer.
+    A config.json alone is no tokenizer. The names of Megatron-LM's vocabularies may begin with that of a model, as
+    gpt2-vocab.json and gpt2-merges.txt.
     """
     if path.is_dir():
         return next((kind for kind, names in FORMAT_FILES.items() if any((path / n).is_file() for n in names)), None)
     if path.suffix == ".model":
         return TokenizerFormat.SENTENCEPIECE
+    if path.name.endswith((VOCAB_JSON, MERGES)):
+        return TokenizerFormat.BPE
+    if path.suffix == ".txt":
+        return TokenizerFormat.WORDPIECE
     return next((kind for kind, names in FORMAT_FILES.items() if path.name in names), TokenizerFormat.JSON)
 
 
@@ -67,19 +83,35 @@ def sentencepiece_file(path: Path) -> Path:
 
 def check_readable(path: Path, kind: TokenizerFormat) -> None:
     """Raise UserError for files that are a part of a tokenizer, or that do not say how they are used."""
-    if path.is_file():
-        if kind in (TokenizerFormat.JSON, TokenizerFormat.SENTENCEPIECE):
-            return
+    if path.is_file() and kind not in WHOLE:
         raise UserError(f"{path} is one file of {kind.value}\ngive its folder: --tokenizer {path.parent}")
-    missing = [name for name in FORMAT_FILES[kind] if not (path / name).is_file()]
-    if kind is TokenizerFormat.BPE and missing:
+    if kind not in (TokenizerFormat.BPE, TokenizerFormat.WORDPIECE):
+        return
+    if missing := [name for name in FORMAT_FILES[kind] if not (path / name).is_file()]:
         raise UserError(f"the tokenizer {path} is {kind.value}, and {missing[0]} is missing\ncopy that file too")
-    if kind in CLASSES and not class_name(path):
-        contents, unsaid = CLASSES[kind]
-        raise UserError(
-            f"the tokenizer {path} is {kind.value}, and no file says {unsaid}\n"
-            f"add {path / CONFIG_NAME}, such as {contents}"
-        )
+    if not class_name(path):
+        raise untold(path, kind)
+
+
+def untold(path: Path, kind: TokenizerFormat) -> UserError:
+    """Return the error for a folder with a vocabulary and not a word on how it is used."""
+    unsaid, types = "how text is split before it", [GPT2]
+    if kind is TokenizerFormat.WORDPIECE:
+        unsaid, types = "whether text is put in lower case", [LOWER_CASE, CASED]
+        if (token := upper_case(word_pieces(path / VOCAB_TXT))) is not None:
+            unsaid, types = f"{unsaid} (the token {token!r} means that it is not)", [CASED]
+    else:
+        byte_pairs(path / VOCAB_JSON)
+    return UserError(
+        f"the tokenizer {path} is {kind.value}, and no file says {unsaid}\n"
+        f"give --tokenizer-type {' or '.join(types)} (`data` and `generate`), or a folder of its files with a "
+        f"{CONFIG_NAME} such as {json.dumps(TYPE_SETTINGS[types[0]][1])}"
+    )
+
+
+def upper_case(tokens: Iterable[str]) -> str | None:
+    """Return the first token with an upper-case letter, special tokens aside; None if there is none."""
+    return next((t for t in tokens if t != t.lower() and not (t.startswith("[") and t.endswith("]"))), None)
 
 
 def class_name(folder: Path) -> str | None:
@@ -114,35 +146,48 @@ def transformers_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
-def transformers_json(path: Path, kind: TokenizerFormat) -> str:
-    """Return the tokenizer of a Hugging Face folder as the text of a tokenizer.json.
+def checked_tokenizer(path: Path, kind: TokenizerFormat) -> Any:
+    """Return the tokenizer of a Hugging Face folder that has no tokenizer.json, as transformers reads it.
 
     Raise UserError if transformers cannot read it as the class that the folder names, or reads another vocabulary than
-    the folder's.
+    the folder's, or puts text in lower case that the vocabulary has in upper case.
     """
+    known = _vocabulary(path, kind)
     try:
         found = transformers_tokenizer(path)
-        backend = found.backend_tokenizer
+        read = found.backend_tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the libraries raise errors of many kinds
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"cannot read the tokenizer {path}, {kind.value}, as that of {class_name(path) or 'a known class'}: "
             f"{reason}\nname its class in {path / CONFIG_NAME}, or save it as {JSON_NAME} with transformers"
         ) from None
-    known = backend.get_vocab(with_added_tokens=True)
-    if wrong := next((t for t, i in _vocabulary(path, kind).items() if known.get(t) != i), None):
+    if wrong := next((t for t, id_ in known.items() if t not in read or id_ not in (None, read[t])), None):
         raise UserError(
             f"the tokenizer {path} is {kind.value}, of which transformers' {type(found).__name__} (for "
             f"{class_name(path)}) does not know the token {wrong!r}\nname its class in {path / CONFIG_NAME}"
         )
-    return str(backend.to_str())
+    normalizer = found.backend_tokenizer.normalizer
+    lower = normalizer is not None and normalizer.normalize_str("A") == "a"
+    if kind is TokenizerFormat.WORDPIECE and lower and (token := upper_case(known)) is not None:
+        raise UserError(
+            f"the tokenizer {path} puts text in lower case, and its {VOCAB_TXT} has the token {token!r}\n"
+            f'give --tokenizer-type {CASED}, or "do_lower_case": false in its {CONFIG_NAME}'
+        )
+    return found
 
 
-def _vocabulary(path: Path, kind: TokenizerFormat) -> dict[str, int]:
-    """Return the tokens of a vocabulary file with their ids; none of other formats."""
+def _vocabulary(path: Path, kind: TokenizerFormat) -> Mapping[str, int | None]:
+    """Return the tokens of a vocabulary file with their ids.
+
+    Of a SentencePiece model only the pieces of text, without ids, which some classes of transformers shift.
+    """
     if kind is TokenizerFormat.BPE:
-        return {str(token): int(id_) for token, id_ in _fields(path / VOCAB_JSON).items()}
+        return byte_pairs(path / VOCAB_JSON)
     if kind is TokenizerFormat.WORDPIECE:
-        lines = (path / VOCAB_TXT).read_text(encoding="utf-8").split("\n")
-        return {line: i for i, line in enumerate(lines) if line.strip()}
+        return word_pieces(path / VOCAB_TXT)
+    if kind is TokenizerFormat.SENTENCEPIECE:
+        model = sentence_pieces(sentencepiece_file(path))
+        special = (model.is_unknown, model.is_control, model.is_unused, model.is_byte)
+        return {model.id_to_piece(i): None for i in range(model.vocab_size()) if not any(is_(i) for is_ in special)}
     return {}

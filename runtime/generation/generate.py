@@ -17,6 +17,7 @@ from megaloom.dsl import UserError
 from megaloom.dsl.facts.positions import longest
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision
+from megaloom.runtime.data.tokenizer_source import opened_if_named
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 
@@ -96,7 +97,9 @@ def generate(
     pp: int | None = None,
     precision: Precision | None = None,
     tokenizer: str | None = None,
+    tokenizer_type: str | None = None,
     chat: bool = False,
+    add_bos: bool = False,
     batch_size: int = BATCH_SIZE,
     stream: bool = False,
     averaged: bool = False,
@@ -108,15 +111,18 @@ def generate(
     or token ids. For an encoder-decoder they are what the encoder reads. attention_mask: for rows of ids that are
     padded to one length, 0 at padding, which is on the left, or on the right of what an encoder reads; the tokens are
     those that transformers generates with that mask. tp, pp: degrees of the layout; None takes the fewest devices on
-    which the model fits. precision: of weights and activations; None is that of the training. tokenizer: as in
-    `megaloom data`; None is that of the run. chat: a prompt is what the user says in the tokenizer's chat template.
+    which the model fits. precision: of weights and activations; None is that of the training. tokenizer and
+    tokenizer_type: as in `megaloom data`; None is that of the run. chat: a prompt is what the user says in the
+    tokenizer's chat template. add_bos: begin each prompt with the token that begins texts, unless it has it already.
     batch_size: prompts that are written together. stream: print a single sequence while it is written.
     averaged: use the averaged weights of the checkpoint.
 
     Raise UserError for every problem that the user can solve.
     """
     given = [prompts] if isinstance(prompts, str) else list(prompts)
-    asked = Asked(tp, pp, precision, tokenizer, chat, batch_size, stream, averaged, attention_mask)
+    named = (tokenizer, tokenizer_type)
+    named = (tokenizer, tokenizer_type)
+    asked = Asked(tp, pp, precision, *named, chat, add_bos, batch_size, stream, averaged, attention_mask)
     return timed_generate(Path(run), given, settings or GenerationSettings(), asked, timeout=timeout)[0]
 
 
@@ -128,7 +134,9 @@ class Asked:
     pp: int | None = None
     precision: Precision | None = None
     tokenizer: str | None = None
+    tokenizer_type: str | None = None
     chat: bool = False
+    add_bos: bool = False
     batch_size: int = BATCH_SIZE
     stream: bool = False
     averaged: bool = False
@@ -144,7 +152,8 @@ def timed_generate(
     timeout: float | None = None,
 ) -> tuple[tuple[Generation, ...], float]:
     """Return what `generate` returns, and the seconds of writing: without the start of ranks and reading weights."""
-    with opened(run) as folder:
+    with opened(run) as folder, opened_if_named(asked.tokenizer, asked.tokenizer_type) as named:
+        asked = evolve(asked, tokenizer=named)
         job = make_job(open_trained(folder, averaged=asked.averaged), prompts, settings, asked)
         launcher.check(job.layout.world)
         job.trained.check()
@@ -167,7 +176,7 @@ def make_job(trained: TrainedModel, prompts: Sequence[GivenPrompt], settings: Ge
             f"{trained.folder} was trained on a dataset that came without a tokenizer, so a text has no tokens\n"
             "give the tokenizer of the data with --tokenizer"
         )
-    encoded = PromptReader(text, trained, graph, asked.chat).read(prompts, asked.attention_mask)
+    encoded = PromptReader(text, trained, graph, asked.chat, asked.add_bos).read(prompts, asked.attention_mask)
     if asked.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {asked.batch_size}")
     settings = with_length(settings, encoded, graph)

@@ -31,6 +31,7 @@ class PromptReader:
     trained: TrainedModel
     graph: DecodingGraph
     chat: bool = False
+    add_bos: bool = False
 
     def read(self, prompts: Sequence[GivenPrompt], mask: Mask | None) -> tuple[Prompt, ...]:
         """Return the prompts as tokens. Raise UserError for one that the model cannot begin with.
@@ -81,7 +82,13 @@ class PromptReader:
 
     def _prompt(self, given: tuple[int, ...]) -> Prompt:
         """Return a prompt. Raise UserError if it is empty, or the model does not have one of its tokens."""
-        tokens = given or self.trained.special("bos_token_id")[:1]
+        bos = self._begin[:1]
+        if self.add_bos and not bos:
+            raise UserError(
+                f"the tokenizer {self.text.name} names no token that begins a text, which --add-bos needs\n"
+                "name its bos_token in the tokenizer_config.json of its folder, or omit --add-bos"
+            )
+        tokens = (*bos, *given) if not given or (self.add_bos and given[:1] != bos) else given
         if not tokens:
             raise UserError(
                 "a prompt is empty, and the tokenizer has no token that begins a text\ngive at least a character"
@@ -96,6 +103,12 @@ class PromptReader:
             return Prompt(tokens)
         start = self.trained.special("decoder_start_token_id") or declared_start(self.graph.graph)
         return Prompt(start[:1], tokens)
+
+    @property
+    def _begin(self) -> tuple[int, ...]:
+        """Return the token that begins a text, by the tokenizer or, if it names none, by the model's files."""
+        own = self.text.tokenizer.ids.bos
+        return self.trained.special("bos_token_id") if own is None else (own,)
 
     @property
     def _pads(self) -> set[int]:

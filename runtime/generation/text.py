@@ -8,7 +8,8 @@ from attrs import define, field, frozen
 
 from megaloom.dsl.errors import UserError, did_you_mean
 from megaloom.runtime.data.chat_template import load_chat_template
-from megaloom.runtime.data.tokenizer import JsonTokenizer, TextTokenizer, load_tokenizer
+from megaloom.runtime.data.tokenizer import load_tokenizer
+from megaloom.runtime.data.tokenizer_kinds import JsonTokenizer, TextTokenizer
 
 UNFINISHED = "\ufffd"
 """The character that a tokenizer writes for bytes that are not a whole character."""

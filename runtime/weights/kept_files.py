@@ -22,9 +22,11 @@ BESIDE = (
     "added_tokens.json",
     "tokenizer.model",
     "spiece.model",
+    "sentencepiece.bpe.model",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+    "tekken.json",
     "chat_template.jinja",
     "preprocessor_config.json",
 )

@@ -34,6 +34,8 @@ REASONS = {
     "runtime/data/sentences.py": "sentencex is an extra",
     "runtime/data/tokenizer.py": "start-up time: transformers takes seconds, and each kind of tokenizer has a library",
     "runtime/data/tokenizer_files.py": "start-up time: transformers takes seconds",
+    "runtime/data/tokenizer_source.py": "start-up time: transformers takes seconds, and few tokenizers are of the hub",
+    "runtime/data/vocabulary_files.py": "start-up time: the library of a format is loaded for files of that format",
     "runtime/generation/sampling.py": "start-up time: transformers takes seconds, and greedy search needs none of it",
     "runtime/megatron/cpu_shim.py": "megatron-core is imported after its CUDA calls are replaced",
     "runtime/megatron/device.py": "megatron-core is imported after its CUDA calls are replaced",

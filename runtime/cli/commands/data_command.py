@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -17,7 +18,8 @@ from megaloom.runtime.data.documents import DEFAULT_KEY
 from megaloom.runtime.data.images import parse_image_size
 from megaloom.runtime.data.indexed import TOKENS, path_of
 from megaloom.runtime.data.labels import LabelUnit
-from megaloom.runtime.data.preprocess import Preprocessing, ShowProgress, preprocess
+from megaloom.runtime.data.preprocess import ShowProgress, preprocess
+from megaloom.runtime.data.preprocess_options import Preprocessing
 from megaloom.runtime.data.rows import Keys
 from megaloom.runtime.data.token_ids import BYTE_IDS
 
@@ -26,32 +28,37 @@ SHOWN_NAMES = 8
 """Names of classes that the summary lists."""
 
 
+class TokenOptions(TypedDict):
+    """Options of how text becomes tokens, as `Preprocessing` has them."""
+
+    tokenizer: str | None
+    tokenizer_type: str | None
+    train_vocab: int | None
+    sentences: str | None
+    append_eos: bool
+    add_bos: bool
+
+
 def run_data(
     sources: tuple[str, ...],
     output: Path,
-    tokenizer: str | None,
-    train_vocab: int | None,
     keys: Keys,
     image_size: str | None,
-    sentences: str | None,
     workers: int | None,
-    append_eos: bool,
+    **options: Unpack[TokenOptions],
 ) -> None:
     """Make a dataset and print its size."""
     request = Preprocessing(
         sources=sources,
         prefix=output,
-        tokenizer=tokenizer,
-        train_vocab=train_vocab,
         keys=keys,
         image=None if image_size is None else parse_image_size(image_size),
-        append_eos=append_eos,
-        sentences=sentences,
         workers=len(os.sched_getaffinity(0)) if workers is None else workers,
+        **options,
     )
     with _progress_bar() as show:
         description, was_there = preprocess(request, show)
-    print_on_first_rank(_summary(description, output, was_there, train_vocab))
+    print_on_first_rank(_summary(description, output, was_there, request.train_vocab))
 
 
 def text_keys(

@@ -12,7 +12,8 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.chat_template import load_chat_template
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.indexed import open_indexed
-from megaloom.runtime.data.preprocess import Preprocessing, preprocess
+from megaloom.runtime.data.preprocess import preprocess
+from megaloom.runtime.data.preprocess_options import Preprocessing
 from megaloom.runtime.data.rows import Keys
 from megaloom.runtime.data.tokenizer import train_bpe
 

@@ -20,7 +20,8 @@ from megaloom.runtime.data.images import ImageSize
 from megaloom.runtime.data.indexed import open_indexed
 from megaloom.runtime.data.labels import IGNORED, Labels, LabelUnit
 from megaloom.runtime.data.part import RowUnit, labelled_pieces
-from megaloom.runtime.data.preprocess import Preprocessing, preprocess
+from megaloom.runtime.data.preprocess import preprocess
+from megaloom.runtime.data.preprocess_options import Preprocessing
 from megaloom.runtime.data.rows import Keys
 from megaloom.runtime.data.token_ids import Template
 from megaloom.runtime.data.tokenizer import load_tokenizer

@@ -21,7 +21,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.data import chunk_workers, documents, preprocess
 from megaloom.runtime.data.description import Description
 from megaloom.runtime.data.indexed import open_indexed
-from megaloom.runtime.data.preprocess import Preprocessing
+from megaloom.runtime.data.preprocess_options import Preprocessing
 from megaloom.runtime.data.tokenizer import load_tokenizer, train_bpe
 from tests.support.limits import LIMIT
 
@@ -277,8 +277,8 @@ def test_bad_jsonl_is_named_and_nothing_is_written(
     [
         ({}, r"give one of --tokenizer FILE_OR_FOLDER, --tokenizer bytes, and --train-vocab"),
         ({"tokenizer": "bytes", "train_vocab": 300}, r"give one of --tokenizer"),
-        ({"tokenizer": "nowhere"}, r"no tokenizer nowhere\ngive --tokenizer a tokenizer.json, a \*.model"),
-        ({"tokenizer": __file__}, r"cannot read the tokenizer .*test_preprocess.py as tokenizer.json: "),
+        ({"tokenizer": "nowhere"}, r"no tokenizer nowhere: there is no such file or folder, and the hub "),
+        ({"tokenizer": __file__}, r"test_preprocess.py is not JSON: .*\ncopy the file again"),
         (
             {"tokenizer": str(Path(__file__).parent)},
             r"no tokenizer in .*data\ngive --tokenizer a folder with tokenizer.json",

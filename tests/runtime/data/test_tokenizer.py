@@ -66,11 +66,13 @@ REFUSED: dict[str, tuple[Callable[[Path, Path, Path], Path], str]] = {
     "no class": (
         lambda bpe, words, new: bpe,
         r"is a byte-level BPE \(vocab.json, merges.txt\), and no file says how text is split before it\n"
-        r'add .*tokenizer_config.json, such as {"tokenizer_class": "GPT2Tokenizer"}',
+        r"give --tokenizer-type GPT2BPETokenizer \(`data` and `generate`\), or .*"
+        r'with a tokenizer_config.json such as {"tokenizer_class": "GPT2Tokenizer"}',
     ),
     "no class of words": (
         lambda bpe, words, new: words,
-        r"is a WordPiece vocabulary \(vocab.txt\), and no file says whether its text is in lower case\nadd .*do_lower",
+        r"is a WordPiece vocabulary \(vocab.txt\), and no file says whether text is put in lower case\n"
+        r"give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase .*do_lower",
     ),
     "one file": (
         lambda bpe, words, new: words / "vocab.txt",
@@ -102,7 +104,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path, Path], Path], str]] = {
         lambda bpe, words, new: _doubled(new),
         r"the tokenizer new has two tokens of the id 5: '\S+' and 'twin'\ngive each token an id of its own",
     ),
-    "empty": (lambda bpe, words, new: _cut(new), r"cannot read the tokenizer .*new as tokenizer.json: "),
+    "empty": (lambda bpe, words, new: _cut(new), r"tokenizer.json is empty\ncopy the file again"),
 }
 
 

@@ -1,11 +1,13 @@
 """Padding of prompts is removed by a mask; without one it is refused, as is a mask that does not fit."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.tokenizer import train_bpe
@@ -60,6 +62,23 @@ def test_padding_that_would_be_read_is_refused(case: str, readers: dict[str, Pro
     name, prompts, mask, message = WRONG[case]
     with pytest.raises(UserError, match=message):
         readers[name].read(prompts, mask)
+
+
+def test_add_bos_begins_a_prompt_once(readers: dict[str, PromptReader], tmp_path: Path) -> None:
+    """With the token of the tokenizer or, if it names none, of the model's files."""
+    reader = evolve(readers["llama"], add_bos=True)
+    assert reader.read([[5, 6], [3, 5], []], None) == (Prompt((3, 5, 6)), Prompt((3, 5)), Prompt((3,)))
+    assert evolve(readers["t5"], add_bos=True).read([[5]], None) == (Prompt((1,), (3, 5)),)
+    train_bpe(["a b"], 257, tmp_path)  # its <|endoftext|>, token 0, ends and begins texts
+    text = PromptText.load(str(tmp_path))
+    assert evolve(reader, text=text).read([[5], "!"], None) == (Prompt((0, 5)), Prompt((0, 1)))
+    model = shutil.copytree(reader.trained.folder, tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((model / name).read_text()) | {"bos_token_id": None}
+        (model / name).write_text(json.dumps(fields))
+    reader = evolve(reader, trained=open_trained(model))
+    with pytest.raises(UserError, match=r"bytes names no token that begins a text, which --add-bos needs\nname its b"):
+        reader.read([[5]], None)
 
 
 def test_one_token_that_also_ends_texts_may_begin_a_prompt(readers: dict[str, PromptReader], tmp_path: Path) -> None:

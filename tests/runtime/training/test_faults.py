@@ -12,7 +12,8 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime import Recipe, train
 from megaloom.runtime.data.indexed import write_indexed
-from megaloom.runtime.data.preprocess import Preprocessing, preprocess
+from megaloom.runtime.data.preprocess import preprocess
+from megaloom.runtime.data.preprocess_options import Preprocessing
 from tests.support.faults import Moment, outcome, references
 
 MOMENTS = {

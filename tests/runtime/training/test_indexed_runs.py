@@ -14,7 +14,8 @@ from megaloom.runtime import Recipe, Summary, train
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders, read
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.indexed import open_indexed
-from megaloom.runtime.data.preprocess import Preprocessing, preprocess
+from megaloom.runtime.data.preprocess import preprocess
+from megaloom.runtime.data.preprocess_options import Preprocessing
 from megaloom.runtime.data.rows import Keys
 from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.training.evaluated_text import evaluated_data, open_texts

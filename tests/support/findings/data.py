@@ -61,7 +61,7 @@ def tokenizer_errors(folder: Path) -> str:
     def said(tokenizer: Path, *message: str) -> str:
         return refuses(megaloom(folder, "data", "text.txt", "-o", "out", "--tokenizer", str(tokenizer)), *message)
 
-    said(words / "vocab.txt", "is one file of a WordPiece vocabulary (vocab.txt)", "give its folder")
+    said(words / "vocab.txt", "is a WordPiece vocabulary (vocab.txt)", "--tokenizer-type BertWordPieceLowerCase or")
     said(bare, "is a byte-level BPE (vocab.json, merges.txt)", "tokenizer_config.json")
     return said(words, "is a WordPiece vocabulary (vocab.txt)", "tokenizer_config.json")
 
