@@ -17,13 +17,16 @@ python_of = $(shell for p in python$(1) $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$
 PYTHON312 ?= $(call python_of,3.12)
 PYTHON313 ?= $(call python_of,3.13)
 
+# The environment with pip alone, before the first installation into it is complete.
+WITH_PIP := $(if $(wildcard $(VENV)/.ready),,$(VENV)/.pip)
+
 # Where that Python keeps a torch that drives this machine's GPUs, if it has one. Such a torch was built for the driver,
 # NCCL and Transformer Engine at hand, so we use it, whatever its version. Elsewhere the pinned torch is installed.
 OWN_TORCH ?= $(shell $(PYTHON) -c 'import pathlib, torch; assert torch.cuda.is_available() and torch.__version__ >= "2.6"; \
     print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types light unit newest parity faults fuzz findings format clean .venv .venv-newest .venv-newest-3.13
+.PHONY: help train test lint types light unit newest parity faults fuzz findings format clean .venv .venv-newest .venv-newest-3.13 interrupted
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,8 +34,9 @@ help:  ## list the targets
 train: .venv  ## the main job: plan and train a small GPT on the text of Python's standard library (ARGS="..." for options)
 	@$(BIN)/megaloom train stdlib-gpt $(ARGS)
 
-test: .venv  ## lint, types, the light installation and all tests
-	@$(MAKE) --no-print-directory -j3 --output-sync=target lint types light
+test:  ## lint, types, the light installation and all tests
+	@$(MAKE) --no-print-directory -j2 --output-sync=target light .venv
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint types
 	@$(MAKE) --no-print-directory unit
 
 lint: .venv  ## ruff, its formatter, and the import rules between packages and folders
@@ -46,7 +50,7 @@ types: .venv  ## mypy, strict for dsl, planner and examples
 unit: .venv  ## pytest alone (ARGS="-n0 -k ..." for options)
 	$(BIN)/python -m pytest $(ARGS)
 
-light: .venv  ## build the wheel, install it without torch into fresh environments (also Python 3.12 to 3.14, if here), and plan there
+light: $(WITH_PIP)  ## build the wheel, install it without torch into fresh environments (also Python 3.12 to 3.14, if here), and plan there
 	@$(BIN)/python -m tests.support.light $(PYTHON312) $(PYTHON313) $(call python_of,3.14)
 
 # Python 3.12 and later have the newest megatron-core (constraints.txt). These environments have torch for CUDA: 5 GB each.
@@ -62,8 +66,9 @@ newest: .venv .venv-newest .venv-newest-3.13  ## slow: all tests with the newest
 .venv-newest-3.13:
 	@$(MAKE) --no-print-directory VENV=$@ PYTHON="$(PYTHON313)" NEEDS="Python 3.13" NAMED="make newest PYTHON313=/path/to/python3.13" .venv
 
-parity: .venv  ## slow campaigns: golden predictions, families x layouts, 500 drawn layouts (continues where it stopped)
+parity: .venv  ## slow campaigns: golden predictions, parameters of 410 plans, families x layouts, 500 drawn layouts (continues)
 	$(BIN)/python -m tests.support.golden --check
+	$(BIN)/python benchmarks/built.py
 	$(BIN)/python -m tests.support.parity.family_table
 	$(BIN)/python -m tests.support.parity.drawn
 
@@ -87,24 +92,28 @@ clean:  ## remove everything that make made; runs/ stays
 # pip compiles on one core, a third of the whole installation: compileall does so on all.
 QUIETLY := -qq --disable-pip-version-check --no-compile -c $(VENV)/constraints.txt
 
-# .installing exists until the installation is complete; if one was interrupted, the next `make` removes it and starts again.
 .venv: $(VENV)/.ready $(VENV)/packages/megaloom
 
 # Links to the folders under their installed names, for mypy, which does not follow the import hook of the installation.
 $(VENV)/packages/megaloom: | $(VENV)/.ready
 	@mkdir -p $@ && ln -sfn $(FOLDERS:%=../../../%) $@
 
-$(VENV)/.ready: pyproject.toml setup.py constraints.txt
+# An environment with pip and setuptools. `light` needs no more, so `make test` runs it beside the installation of the rest.
+# .installing exists until that is complete; if it was interrupted, the next `make` starts again.
+$(VENV)/.pip: $(if $(wildcard $(VENV)/.installing),interrupted)
 	@test -n "$(PYTHON)" || { echo "make needs $(NEEDS) and found none." \
 	    "Install one, or name it: $(NAMED)" >&2; exit 1; }
 	@echo "Installing into $(VENV) with $(PYTHON) (once; a minute, or several where torch comes with CUDA)"
-	@test ! -e $(VENV)/.installing || rm -rf $(VENV)
-	@mkdir -p $(VENV) && touch $(VENV)/.installing && rm -f $@
+	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt setuptools
+	@touch $@
+
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt | $(WITH_PIP)
+	@touch $(VENV)/.installing && rm -f $@
 	@cp constraints.txt $(VENV)
 	@own="$(OWN_TORCH)"; test -z "$$own" || { echo "Using the torch in $$own"; \
 	    echo "$$own" > $(SITE)/own_torch.pth; sed -i '/^torch==/d' $(VENV)/constraints.txt; }
-	@$(BIN)/python -m pip install $(QUIETLY) setuptools
 	@$(BIN)/python -m pip install $(QUIETLY) --no-build-isolation -e '.[dev]'
 	@$(BIN)/python -m compileall -qq -j0 -x /tests/ $(SITE) || true  # some packages have templates that are no Python
 	@$(BIN)/python -m compileall -q $(FOLDERS)  # also where commands may write nothing

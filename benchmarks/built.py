@@ -1,8 +1,9 @@
-"""Compare plans with the parameters that the runtime builds: `python benchmarks/built.py [SEARCHES]`.
+"""Compare plans with the parameters that the runtime builds: `python benchmarks/built.py [SEARCHES [PLANS]]`.
 
-For each of the ten best plans of a search, every pipeline rank is built on megatron-core's process groups and layers,
-over torch's fake backend and on the meta device. Each chunk must have exactly the planned parameters, and weights and
-optimizer exactly the planned bytes. The rank on the other axes is drawn; for up to eight devices all are built.
+For each of the best PLANS of a search, ten by default, every pipeline rank is built on megatron-core's process groups
+and layers, over torch's fake backend and on the meta device. Each chunk must have exactly the planned parameters, and
+weights and optimizer exactly the planned bytes. The rank on the other axes is drawn; for up to eight devices all are
+built.
 SEARCHES is the number of searches, drawn at random; by default all. The exit status is 1 if anything differs.
 """
 
@@ -98,11 +99,11 @@ class Built:
     experts: int
 
 
-def plans(name: str, gpus: str, seq: int, batch: int, fixed: dict[str, Any]) -> tuple[Plan, ...]:
-    """Return the best plans of a search."""
+def plans(count: int, name: str, gpus: str, seq: int, batch: int, fixed: dict[str, Any]) -> tuple[Plan, ...]:
+    """Return the best `count` plans of a search."""
     model, ref = find(name)
     result = plan(model, cluster(gpus), Workload(seq=seq, batch=batch), ref=ref, fixed=fixed)
-    return (result.best, *result.next(BEST - 1))
+    return (result.best, *result.next(count - 1))
 
 
 def differences(plan: Plan, source: random.Random) -> Iterator[str]:
@@ -159,14 +160,15 @@ def weightless() -> None:
     device.current = lambda: nowhere
 
 
-def main(*rows: str) -> int:
+def main(*counts: str) -> int:
     weightless()
     source = random.Random(SEED)
-    searches = source.sample(SEARCHES, int(rows[0])) if rows else SEARCHES
+    some, best_count = [*map(int, counts), *(len(SEARCHES), BEST)[len(counts) :]]
+    searches = source.sample(SEARCHES, some) if counts else SEARCHES
     count, wrong = 0, list[str]()
     for name, gpus, seq, batch, fixed in searches:
         start = process_time()
-        best = plans(name, gpus, seq, batch, fixed)
+        best = plans(best_count, name, gpus, seq, batch, fixed)
         planned = process_time()
         lines = [line for p in best for line in differences(p, source)]
         count += len(best)
