@@ -142,6 +142,11 @@ LAYOUTS = {
 }
 
 
+def sequences(layout: Layout) -> int:
+    """Return the sequences of a step: four micro-batches of one pipeline, else at least two of each replica."""
+    return 4 if layout.pp > 1 else 2 * layout.dp * layout.micro_batch
+
+
 TWINS = TEST_MODELS / "twins.py"
 OWN = {  # model, layout, sequences, precision
     "PP2 VPP2, groups of 3 and one of 2": ("deep_llama", Layout(pp=2, vpp=2, microbatch_group=3), 5, "fp32"),
@@ -192,7 +197,7 @@ def test_layouts_compute_what_one_process_and_the_oracle_compute(part: int, plan
     multiples = {row: layout.vocab_multiple if "padded" in row else 8 for row, (_, layout) in rows.items()}
     measured(
         {
-            row: (name, plan_of(name, evolve(layout, vocab_multiple=multiples[row])))
+            row: (name, plan_of(name, evolve(layout, vocab_multiple=multiples[row]), batch=sequences(layout)))
             for row, (name, layout) in rows.items()
         }
     )
