@@ -84,6 +84,7 @@ from .layer import (
 from .low_rank import LoRA
 from .node import Node, Slot
 from .transforms.adapters import Adapted
+from .transforms.freezing import freeze
 from .transforms.packing import packed
 from .transforms.repetition import Repeat, repeat
 from .value import (
@@ -200,6 +201,7 @@ __all__ = [
     "fingerprint",
     "flops",
     "fn",
+    "freeze",
     "graph",
     "graph_to_json",
     "ids",

@@ -97,6 +97,8 @@ def _limits(plan: Priced) -> str:
     step, parts = plan.seconds, plan.prediction.breakdown
     compute = sum(parts.get(cause, 0.0) for cause in COMPUTE)
     rest = {cause: seconds for cause, seconds in parts.items() if cause not in COMPUTE}
+    if not rest:  # such as of a frozen model in one process
+        return "All of the step is computation."
     cause = max(rest, key=rest.__getitem__)
     took = format_seconds(rest[cause])
     return f"{compute / step:.1%} of the step is computation. The largest other part: {cause}, {took}."

@@ -94,6 +94,11 @@ class Engine:
         if recipe.deterministic:
             device.use_deterministic_kernels()
         g, groups = graph(model), create_process_groups(plan.layout)
+        if not any(slot.trained for slot in g.weights.values()):
+            raise UserError(
+                f"all weights of {model.name} are frozen, so there is nothing to train\n"
+                "train it without freeze(…); shard_frozen(…) runs a frozen model beside another one"
+            )
         if weights is not None:
             check_weights(g, weights, drawn=adapters_of(model))
             recipe = fine_tuning(recipe, model)

@@ -50,6 +50,9 @@ REASONS = {
     "examples/scripts/small_llama.py": "`--help` does not wait for transformers",
     "examples/scripts/own_loss.py": "a declaration imports torch only when it is trained",
     "examples/scripts/own_steps.py": "a declaration imports torch only when it is trained",
+    "examples/scripts/distil.py": "a declaration imports torch only when it is trained",
+    "examples/scripts/dpo.py": "a declaration imports torch only when it is trained",
+    "examples/scripts/reward.py": "a declaration imports torch only when it is trained",
     "examples/scripts/t5_over_stages.py": "the starting process does not load torch; its ranks do",
     "examples/own_module.py": "a declaration imports torch only when it is trained",
 }

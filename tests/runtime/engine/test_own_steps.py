@@ -320,7 +320,7 @@ def two_engines(plan: Plan) -> tuple[list[float], list[float], str]:
 
 
 def test_a_process_has_several_engines_of_one_mesh(plans: dict[str, Plan]) -> None:
-    for ranks in under_layouts(two_engines, {name: plans[name] for name in ("TP2 SP", "PP2")}).values():
+    for ranks in under_layouts(two_engines, {"PP2": plans["PP2"]}).values():
         for alone, beside, message in ranks:
             assert beside == alone
             assert message.startswith("this process has an engine of another device mesh: tp ")

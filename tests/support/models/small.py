@@ -22,6 +22,7 @@ from megaloom.dsl import (
     Unembed,
     Value,
     fn,
+    freeze,
     ids,
     lora,
     model,
@@ -88,6 +89,11 @@ def tiny_experts_lora() -> Model:
 
 def deep_llama() -> Model:
     return llama("deep-llama", layers=8, heads=4, kv_heads=2, embed=64, ff=96, vocab=127)
+
+
+def frozen_llama() -> Model:
+    """A Llama for a teacher, which is not trained."""
+    return freeze(llama("frozen-llama", layers=4, heads=4, kv_heads=2, embed=48, ff=96, vocab=127))
 
 
 @frozen
