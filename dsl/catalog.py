@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from inspect import isfunction, signature
 from os.path import exists, isdir, isfile, join, realpath
 from pathlib import Path
-from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +21,7 @@ from megaloom.dsl.hf.architectures import (
 from megaloom.dsl.hf.conversations import for_conversations
 from megaloom.dsl.hf.nemo_bert import FIELDS, YAML, is_nemo_bert
 
-from .errors import UserError, safe_repr, short_path
+from .errors import UserError, safe_repr
 from .example_modules import example_modules, hyphenated
 from .files.json_file import Content, content_of, read_json
 from .files.model_file import load_model
@@ -35,6 +31,7 @@ from .settings.arguments import Arguments, checked_arguments, converted_like
 from .settings.family import family_of, with_arguments_of_family
 from .settings.reference import label, split_reference, with_arguments
 from .transforms.packing import packed
+from .user_modules import failure_of, module_of_file, module_of_name
 
 CONFIG_ENDINGS = (".json", *YAML)
 SUGGESTIONS = 8  # names of similar models that the error for an unknown model lists
@@ -66,9 +63,9 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
         path = Path(location)
         if not isfile(location):
             raise UserError(f"no file {location!r}\n{WANTED}")
-        return _pick(_load(path), realpath(path), name, arguments)
+        return _pick(module_of_file(path), realpath(path), name, arguments)
     if name:
-        return _pick(_import(location, ref), location, name, arguments)
+        return _pick(module_of_name(location, ref, WANTED), location, name, arguments)
     wanted = ref.lower().replace(".", "-").replace("_", "-")  # gpt3-1.3b is a model's own name
     for module in example_modules(wanted):
         for name in _models(module):
@@ -212,69 +209,10 @@ def _pick(module: ModuleType, location: str, name: str, arguments: Arguments) ->
         except (UserError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            raise _failed(f"{location}:{name} fails", error, module.__file__) from error
+            raise failure_of(f"{location}:{name} fails", error, module.__file__) from error
         if name in models and not isinstance(model, Model):
             raise UserError(f"{location}:{name} is annotated with `-> Model`, but returns {safe_repr(model)}")
     if not isinstance(model, Model):
         instead = f"it has {', '.join(models)}" if models else "write a function without arguments, `-> Model`"
         raise UserError(f"{location} has no model {name!r}: {instead}")
     return model, with_arguments(f"{location}:{name}", given)
-
-
-def _import(name: str, ref: str) -> ModuleType:
-    try:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise ImportError("this is not the name of a module")
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"cannot import {name!r} of {ref!r}: {error}\n{WANTED}") from error
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise _failed(f"cannot import {name!r} of {ref!r}", error) from error
-
-
-def _failed(what: str, error: BaseException, file: str | None = None) -> UserError:
-    """Return the error for an exception in the user's code: it names its last line, in `file` if there is one."""
-    if isinstance(error, SyntaxError):
-        at = (
-            f"\n  at {short_path(f'{error.filename}:{error.lineno}')}" if error.filename else ""
-        )  # null bytes have no line
-        return UserError(f"{what}: SyntaxError: {error.msg}{at}")
-    frames = extract_tb(error.__traceback__)
-    last = ([f for f in frames if f.filename == file] or frames)[-1]
-    at = f"{last.filename}:{last.lineno}"
-    try:
-        text = f": {error}"
-    except Exception:  # of the user's own __str__
-        text = ""
-    return UserError(f"{what}: {type(error).__name__}{text}{_suggestion(error)}\n  at {short_path(at)}")
-
-
-def _suggestion(error: BaseException) -> str:
-    """Return a hint for a NameError that a name of megaloom.dsl resembles."""
-    if not isinstance(error, NameError):
-        return ""
-    near = get_close_matches(error.name or "", importlib.import_module("megaloom.dsl").__all__, 1)
-    return f": did you mean {near[0]} of megaloom.dsl?" if near else ""
-
-
-def _load(path: Path) -> ModuleType:
-    """Return the module of a file, executed once per process."""
-    name = f"megaloom_model_{abs(hash(realpath(path)))}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        with neighbours_of(str(path)):
-            spec.loader.exec_module(module)
-    except (UserError, KeyboardInterrupt):
-        sys.modules.pop(name, None)
-        raise
-    except BaseException as error:
-        sys.modules.pop(name, None)
-        raise _failed(f"cannot load {path}", error, module.__file__) from error
-    return module

@@ -42,8 +42,9 @@ def options_of_run(app: App, commands: tuple[str, ...], arguments: ArgumentColle
 
     folder = Path(first[0].value)
     given = [token.value for argument in arguments if argument.name == "--schedule" for token in argument.tokens]
-    dropped = "min_lr" if "constant" in given else ""  # it has no effect there
-    config = {n.replace("_", "-"): value for n, value in load_options(folder).items() if n != dropped}
+    dropped = {"steps_from"}  # `train` takes it from the run itself, unless its file has changed
+    dropped |= {"min_lr"} if "constant" in given else set()  # it has no effect there
+    config = {n.replace("_", "-"): value for n, value in load_options(folder).items() if n not in dropped}
     update_argument_collection(config, str(folder / "run.json"), arguments, (), root_keys=(), allow_unknown=True)
 
 

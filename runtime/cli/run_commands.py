@@ -37,6 +37,7 @@ def evaluate_last_checkpoint(
     batches: int | None = None,
     micro_batch: int | None = None,
     averaged: Annotated[bool, Parameter(negative="")] = False,
+    steps_from: str | None = None,
 ) -> None:
     """Print the loss and perplexity of the last checkpoint of a run on each source of data.
 
@@ -56,11 +57,14 @@ def evaluate_last_checkpoint(
         Sequences per micro-batch. [default: that of the run]
     averaged
         Use the averaged weights that a training loop of your own has kept.
+    steps_from
+        A class with steps of your own, file.py:Class: its test_step reads the test part, its validation_step others.
+        "none" is the loss of the model. [default: that of the run]
     """
     require_training_packages("evaluate")
     from .commands.evaluate_command import run_evaluate
 
-    run_evaluate(run, data, part, split, batches, micro_batch, averaged=averaged)
+    run_evaluate(run, data, part, split, batches, micro_batch, averaged=averaged, steps=steps_from)
 
 
 @unwrap_help

@@ -40,6 +40,7 @@ def train_by_plan(
     split: str | None = None,
     epochs: float | None = None,
     weights: Annotated[Path | None, Parameter(name="--from")] = None,
+    steps_from: str | None = None,
     words: SetOption = [],  # noqa: B006
     settings: SettingsOption = None,
     seq: int | None = None,
@@ -79,6 +80,9 @@ def train_by_plan(
     weights
         The initial weights: a run or a packed run, whose model is trained anew; a Hugging Face folder with config.json
         and safetensors; or a checkpoint of Megatron-LM. [default: random weights]
+    steps_from
+        A class with steps of your own, file.py:Class, or with arguments, 'file.py:Class(alpha=0.25)'. "none" is the
+        loss of the model. [default: that of the run that continues, else none]
     seq
         Tokens per sequence. [default: 128]
     batch
@@ -113,6 +117,7 @@ def train_by_plan(
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
+    options["steps_from"] = steps_from
     options |= {"save_every": save_every, "evaluate_every": evaluate_every, "evaluate_batches": evaluate_batches}
     options["evaluate_all"] = evaluate_all
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}

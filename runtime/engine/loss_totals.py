@@ -174,7 +174,8 @@ class LossTotals:
         """Return the result of an evaluation with these totals."""
         name, names = self.terms.predicts_tokens, self.terms.losses.names
         entropy = None if name is None else self._mean(names.index(name))
-        return EvaluationResult(self.loss, round(float(self.sums[1])), self.means, entropy, self._scores, self.report)
+        tokens = round(float(self.sums[3]))  # of the declared loss, since a step may return other weights
+        return EvaluationResult(self.loss, tokens, self.means, entropy, self._scores, self.report)
 
     @property
     def _scores(self) -> Scores | None:

@@ -16,6 +16,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, latest
 from megaloom.runtime.engine.results import EvaluationResult
+from megaloom.runtime.engine.steps import HeldOut
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import Sample, SampleMaker
@@ -23,7 +24,8 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 from .artefact import opened
 from .evaluated_text import ALL, EvaluatedText, evaluated_data, open_texts
 from .run_data import check_labels, of_corpus, sample_of
-from .run_folder import no_checkpoint, plan_and_model
+from .run_folder import is_run, load_options, no_checkpoint, plan_and_model
+from .steps_reference import loaded_steps, steps_note, steps_of_run
 
 _CHANGED = "the data of the run are not those of step {step}: their files have changed since"
 
@@ -58,6 +60,7 @@ def evaluate_run(
     batches: int | None = None,
     micro_batch: int | None = None,
     averaged: bool = False,
+    steps: object = None,
     timeout: float | None = None,
 ) -> RunEvaluation:
     """Return the losses of a run's last checkpoint on each source: a file or folder of text, or an indexed dataset.
@@ -65,7 +68,8 @@ def evaluate_run(
     folder: of the run, or a packed run. sources: without any, those of the run. part: "all", or the training,
     validation or test part by `split`; None is validation of the run's own data, and all of others. split: None is that
     of the run. batches: global batches that are read of each source, from everywhere in it; None for all. micro_batch:
-    sequences per micro-batch; None for that of training. averaged: evaluate the averaged weights.
+    sequences per micro-batch; None for that of training. averaged: evaluate the averaged weights. steps: as in `train`,
+    by default those of the run; `test_step` runs on the test part, `validation_step` on others.
 
     Raise UserError for a folder that is no run, bad data, or a machine without the devices of the plan.
     """
@@ -74,16 +78,17 @@ def evaluate_run(
             raise UserError(f"--{name} must be at least 1, got {count}")
     with opened(folder) as run:
         return _evaluate(
-            run, sources, part, split, ReadBatches(batches, micro_batch), averaged=averaged, timeout=timeout
+            run, sources, part, split, ReadBatches(batches, micro_batch), steps, averaged=averaged, timeout=timeout
         )
 
 
 @frozen
 class ReadBatches:
-    """The number of global batches that an evaluation reads, None for all, and the sequences per micro-batch."""
+    """The extent of an evaluation: global batches, None for all, sequences per micro-batch, and the user's step."""
 
     batches: int | None
     micro_batch: int | None
+    step: HeldOut = "validation"
 
 
 def _evaluate(
@@ -92,6 +97,7 @@ def _evaluate(
     part: str | None,
     split: str | None,
     reading: ReadBatches,
+    steps: object,
     *,
     averaged: bool,
     timeout: float | None,
@@ -102,15 +108,18 @@ def _evaluate(
     launcher.check(plan.layout.world)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
     asked = evaluated_data(folder, sources, part, split)
+    reading = evolve(reading, step="test" if asked.part == "test" else "validation")
+    steps = steps_of_run(folder, steps)
     for source in asked.sources:
-        check_labels(maker.graph, [source])
+        check_labels(maker.graph, [source], loaded_steps(steps))
     with TemporaryDirectory(prefix="megaloom-") as temporary:
         texts, digest = open_texts(asked, folder, maker, Path(temporary))
         done = launcher.run(
-            _evaluate_on_rank, (plan, folder, texts, reading, averaged), plan.layout.world, timeout=timeout
+            _evaluate_on_rank, (plan, folder, texts, reading, averaged, steps), plan.layout.world, timeout=timeout
         )[0]
     changed = [] if sources or digest == found.manifest.data else [_CHANGED.format(step=found.manifest.step)]
-    return evolve(done, notes=(*done.notes, *changed), part=asked.part, split=asked.split)
+    notes = (*done.notes, *changed, steps_note(steps, load_options(folder) if is_run(folder) else {}))
+    return evolve(done, notes=tuple(filter(None, notes)), part=asked.part, split=asked.split)
 
 
 def _trained(folder: Path, *, averaged: bool) -> tuple[Plan, Model, Checkpoint]:
@@ -125,7 +134,7 @@ def _trained(folder: Path, *, averaged: bool) -> tuple[Plan, Model, Checkpoint]:
 
 
 def _evaluate_on_rank(
-    plan: Plan, folder: Path, texts: list[EvaluatedText], reading: ReadBatches, averaged: bool
+    plan: Plan, folder: Path, texts: list[EvaluatedText], reading: ReadBatches, averaged: bool, steps: object
 ) -> RunEvaluation:
     """Return step and losses of the newest checkpoint that is not damaged. They are equal on all ranks."""
     from megaloom.runtime.checkpoints import checkpoint  # imports megatron-core, as does the next
@@ -135,7 +144,7 @@ def _evaluate_on_rank(
     assert found, f"{folder} had a checkpoint"
     if averaged:
         found.check_averaged()
-    engine = Engine.build(plan, planned_model(plan), Recipe(), average=0.0 if averaged else None)
+    engine = Engine.build(plan, planned_model(plan), Recipe(), loaded_steps(steps), average=0.0 if averaged else None)
     engine.state.loads_average = averaged
     checkpoint.load(engine.state, found)
     losses = []
@@ -150,6 +159,6 @@ def _evaluate_on_rank(
         if reading.batches is not None:
             samples = min(samples, reading.batches * plan.workload.batch)
         with engine.averaged_weights() if averaged else nullcontext():
-            result = engine.evaluate_samples(sample, samples, micro_batch=reading.micro_batch)
+            result = engine.evaluate_samples(sample, samples, step=reading.step, micro_batch=reading.micro_batch)
         losses.append(SourceLoss(text.name, result, maker.unit))
     return RunEvaluation(found.manifest.step, tuple(found.notes), tuple(losses), counted=maker.counted_word)

@@ -28,6 +28,7 @@ from megaloom.runtime.data.part import DataPart, Window
 from megaloom.runtime.data.synthetic import NOTE, is_synthetic
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.engine.results import EvaluationResult
+from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import InterruptibleConsole, ProgressDisplay, loss_text, progress_display
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, MetricsFile, StepMetrics
@@ -45,6 +46,7 @@ from .resuming import resume_notes
 from .run_data import empty_validation, of_corpus, sample_of
 from .run_folder import save_run
 from .start_notes import start_notes
+from .steps_reference import loaded_steps
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
 
@@ -55,7 +57,8 @@ def train_on_rank(run: TrainingRun) -> Summary:
     resumed = checkpoint.newest_on_ranks(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
     given = open_weights(run.weights, checkpoint.newest_on_ranks) if run.weights and not resumed else None
-    engine = Engine.build(run.plan, model, recipe, run.steps, weights=given.of(model) if given else None)
+    own = agreed(lambda: loaded_steps(run.steps))
+    engine = Engine.build(run.plan, model, recipe, own, weights=given.of(model) if given else None)
     not_finite = not_finite_note(given) if given else None
     if resumed:
         checkpoint.load(engine.state, resumed)

@@ -8,12 +8,14 @@ from typing import Any
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint
 from megaloom.runtime.optimizer.recipe import Recipe
 
+from .steps_reference import DIGEST_OPTION, OBJECT_OPTION, STEPS_OPTION
 from .training_run import TrainingRun
 
 SAVING = (
     *("split", "save_every", "evaluate_every", "evaluate_batches", "evaluate_all"),
     *("keep_last", "keep_best", "async_save"),
     *("evaluate_every_epoch", "save_every_epoch", "evaluate_micro_batch"),
+    *(STEPS_OPTION, OBJECT_OPTION),
 )
 """Options of data and checkpoints that a resumed run may change. Other data are found by their digest."""
 
@@ -38,6 +40,11 @@ def resume_notes(resumed: Checkpoint, run: TrainingRun, recipe: Recipe) -> Itera
     if changed := _changed(run.options_before or {}, run.options, SAVING):
         yield f"options: {changed}"
     end = recipe.schedule_end
+    before, now = (
+        [each.get(name) for name in (STEPS_OPTION, DIGEST_OPTION)] for each in (run.options_before or {}, run.options)
+    )
+    if now[0] and before[0] == now[0] and before[1] != now[1]:
+        yield f"steps: the file of {now[0]} has changed since step {saved.step}"
     if recipe.schedule.has_end and end is not None and end < steps:
         yield f"learning rate: its schedule ends at step {end}; --decay-steps {steps} would stretch it"
     if saved.data != run.corpus.digest:

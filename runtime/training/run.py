@@ -66,6 +66,7 @@ from .run_folder import (
     load_options,
     save_run,
 )
+from .steps_reference import STEPS_OPTION, loaded_steps, options_of_steps, steps_of_run
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -97,8 +98,10 @@ def train(
     source: "stdlib", a file or folder of text, or prefixes of indexed datasets, each after its weight if they have any.
     split: shares of training, validation and test of indexed datasets, such as "969,30,1". epochs: train for as many
     steps as visit the training text so often, instead of the recipe's. steps: an object with any of the methods of
-    `Steps`, of a class that every process can import. weights: another run, a Hugging Face folder or a checkpoint of
-    Megatron-LM with the initial weights, of which each rank reads its shards.
+    `Steps`, of a class that every process can import; or a reference to such a class, "own.py:KeyTokens(alpha=0.5)",
+    which the run keeps; None is that of the run, if it continues, and "none" are the steps of the declared objective.
+    weights: another run, a Hugging Face folder or a checkpoint of Megatron-LM with the initial weights, of which each
+    rank reads its shards.
 
     evaluate_batches: global batches of held-out text that each evaluation reads. By default 65,536 tokens, and at the
     end as many as the run has trained on. evaluate_all: at the end all of it. evaluation: what is evaluated and saved
@@ -128,6 +131,7 @@ def train(
     if started_by_launcher():
         join(plan.layout.world, distributed_timeout)
         given = {"data": as_sources(source), "split": split, "epochs": epochs, "out": folder, "from": weights}
+        given |= {STEPS_OPTION: steps if isinstance(steps, str) else None}
         given |= {"save_every": save_every, "evaluate_every": evaluate_every, "async_save": asynchronous_saves}
         given |= {
             "evaluate_batches": evaluate_batches,
@@ -151,8 +155,10 @@ def train(
         )[0]
 
 
-def check_start(model: Model, seq: int, folder: Path, data: DataOptions, weights: Path | None) -> None:
-    """Raise UserError for what can be refused before there is a plan: the run's folder, its checkpoints, the data.
+def check_start(
+    model: Model, seq: int, folder: Path, data: DataOptions, weights: Path | None, steps: object = None
+) -> None:
+    """Raise UserError for what can be refused before there is a plan: the run's folder, checkpoints, data and steps.
 
     A search takes seconds, and prints a plan. Nothing is written, and `prepare_run` checks all of it again.
     """
@@ -163,7 +169,7 @@ def check_start(model: Model, seq: int, folder: Path, data: DataOptions, weights
     saved = latest(folder, fingerprint=fingerprint(model))
     if weights is not None and saved is None:
         open_weights(weights, latest).check(model)
-    check_labels(graph(model), data.sources)
+    check_labels(graph(model), data.sources, loaded_steps(steps_of_run(folder, steps, continues=saved is not None)))
     maker = SampleMaker.of(graph(model), seq)
     check_data(data, maker)
 
@@ -189,7 +195,6 @@ def prepare_run(
     The model, plan and options of a run that is continued stay as they are until its checkpoint is loaded.
     """
     model = check_model(plan)
-    check_labels(graph(model), data.sources, steps)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
     for name, every in (
         ("save-every", save_every),
@@ -212,6 +217,8 @@ def prepare_run(
         check_other_folder(weights, folder)
     check_folder(folder)
     saved = latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
+    steps = steps_of_run(folder, steps, continues=saved is not None)
+    check_labels(graph(model), data.sources, loaded_steps(steps))
     if data.epochs is None:
         watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)
     if weights is not None and saved is None:
@@ -248,6 +255,7 @@ def prepare_run(
         "tensorboard": watching.tensorboard or None,
         "tensorboard_dir": None if watching.tensorboard_dir is None else str(watching.tensorboard_dir.resolve()),
         "wandb": watching.wandb,
+        **options_of_steps(steps),
     }
     if corpus.ids != BYTE_IDS and corpus.tokenizer is None and corpus.kind.image is None:
         options[TOKENIZER_OPTION] = UNKNOWN_TOKENIZER

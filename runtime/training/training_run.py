@@ -42,7 +42,7 @@ class TrainingRun:
     evaluate_all: bool = False  # the evaluation at the end reads all
     retention: Retention = field(factory=Retention)
     asynchronous_saves: bool = False  # training goes on while a checkpoint is written
-    steps: object = None  # with any of the methods of `Steps`
+    steps: object = None  # with any of the methods of `Steps`, or a `StepsReference`
     evaluation: EvaluationOptions = DEFAULT_EVALUATION
     watching: Watching = field(factory=Watching)
     weights: Path | None = None  # a folder with the initial weights; None for random ones

@@ -48,6 +48,7 @@ REASONS = {
     "examples/scripts/compare_logits.py": "the starting process does not load torch; its ranks do",
     "examples/scripts/labelled_data.py": "Pillow is an extra",
     "examples/scripts/small_llama.py": "`--help` does not wait for transformers",
+    "examples/scripts/key_tokens.py": "a declaration imports torch only when it is trained",
     "examples/scripts/own_loss.py": "a declaration imports torch only when it is trained",
     "examples/scripts/own_steps.py": "a declaration imports torch only when it is trained",
     "examples/scripts/distil.py": "a declaration imports torch only when it is trained",

@@ -22,10 +22,18 @@ def run_evaluate(
     micro_batch: int | None,
     *,
     averaged: bool,
+    steps: str | None,
 ) -> None:
     """Evaluate the last checkpoint of a run, and print a table."""
     evaluation = evaluate_run(
-        folder, sources, part=part, split=split, batches=batches, micro_batch=micro_batch, averaged=averaged
+        folder,
+        sources,
+        part=part,
+        split=split,
+        batches=batches,
+        micro_batch=micro_batch,
+        averaged=averaged,
+        steps=steps,
     )
     what = "all parts" if evaluation.part == ALL else f"{evaluation.part} part"
     what += f" by --split {evaluation.split}" if evaluation.split and evaluation.part != ALL else ""

@@ -80,7 +80,7 @@ def run_train(
 
     arguments: those of the model's function. load_options: seq, batch, precision, devices; None if not given. options:
     data, split, epochs, out, save_every, evaluate_every, evaluate_batches, evaluate_all, keep_last, keep_best,
-    async_save, distributed_timeout_minutes, weights.
+    async_save, distributed_timeout_minutes, weights, steps_from.
     """
     weights = options["weights"]
     with nullcontext() if weights is None else opened(weights) as folder:
@@ -127,7 +127,7 @@ def _train(
         declared, folder = adapters.added_to(declared, ref), options["out"] or Path("runs") / file_name(ref)
         workload = _workload(load_options)
         data = DataOptions(options["data"], options["split"], options["epochs"])
-        check_start(declared, workload.seq, folder, data, options["weights"])
+        check_start(declared, workload.seq, folder, data, options["weights"], options["steps_from"])
         make = partial(search, declared, workload=workload, ref=ref, fixed=fixed_fields(fixed), advice=devices_option)
         return make_plan(make, load_options["devices"], fixed, machine, workload.precision), folder
 
@@ -140,7 +140,7 @@ def _train(
         data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
         retention = Retention(options["keep_last"], options["keep_best"])
         saving = {"retention": retention, "asynchronous_saves": options["async_save"], "watching": options["watching"]}
-        saving["evaluation"] = options["evaluation"]
+        saving |= {"evaluation": options["evaluation"], "steps": options["steps_from"]}
         saving["distributed_timeout"] = timeout
         summary = train(plan, recipe, folder=folder, weights=options["weights"], **saving, **data, **every)
     except KeyboardInterrupt:
@@ -155,6 +155,7 @@ def _train(
         model, given, options = str(folder), {}, {**options, "out": None}
     resume = {**given, "data": options["data"], "split": options["split"], "out": options["out"], **asdict(recipe)}
     resume |= {**every, **{name: options[name] for name in ("keep_last", "keep_best", "async_save")}}
+    resume["steps_from"] = options["steps_from"]
     resume["set"] = () if _is_plan(model) or is_run(model) else as_words(arguments)
     others = {**asdict(options["watching"]), **asdict(options["evaluation"]), "profile": None}
     resume |= {name: value for name, value in others.items() if value}
@@ -269,6 +270,7 @@ def _precision(load_options: Mapping[str, Any]) -> Precision:
 def _command(model: str, options: Mapping[str, Any]) -> str:
     """Return the command line with the options that differ from the defaults."""
     defaults = {**asdict(DEFAULT_RECIPE), "data": (STANDARD_LIBRARY,), "split": None, "out": None, "steps": None}
+    defaults["steps_from"] = None
     defaults |= {"epochs": None, "save_every": SAVE_EVERY, "evaluate_every": EVALUATE_EVERY}
     defaults |= {"evaluate_all": False, "keep_last": KEEP_LAST, "keep_best": KEEP_BEST, "set": ()}
     flags = [part for name, value in options.items() if value != defaults.get(name) for part in _flag(name, value)]
