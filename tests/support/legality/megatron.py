@@ -1,4 +1,4 @@
-"""Legality of a layout according to megatron-core 0.16.1 itself.
+"""Legality of a layout according to the installed megatron-core itself.
 
 `refusal(case)` runs the first step of one rank with megatron-core's own code on torch's fake process group:
 parallel_state, the micro-batch calculator, TransformerConfig with its pipeline layout, attention, MLP and experts, DDP
@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,13 @@ def calls(case: Case) -> int:
 
 def _first(case: Case, layers: Any) -> torch.Size:
     """Run the first micro-batch through one layer of each kind; return the shape of its hidden states."""
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
+    group = parallel_state.get_context_parallel_group()
+    later = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
     tokens = torch.zeros(case.layout.micro_batch, case.workload.seq, dtype=torch.int64)
-    mine = get_batch_on_this_cp_rank({"tokens": tokens})["tokens"]
+    mine = get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=group, **later)["tokens"]
     h = layers["embedding"](mine, torch.zeros_like(mine))
     if "mix" in layers:
         h = layers["mix"](h, None)[0]

@@ -170,6 +170,7 @@ def _layers(d: Decoder, config: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
             linear_kv_up_proj=ColumnParallelLinear,
             core_attention=Core,
             linear_proj=RowParallelLinear,
+            q_layernorm=IdentityOp,
             kv_layernorm=IdentityOp,
         )
         yield "latent", lambda: multi_latent_attention.MLASelfAttention(config, latent, 1, pg_collection=groups)
