@@ -39,12 +39,10 @@ def resume_notes(resumed: Checkpoint, run: TrainingRun, recipe: Recipe) -> Itera
         yield f"recipe: {changed}"
     if changed := _changed(run.options_before or {}, run.options, SAVING):
         yield f"options: {changed}"
+    before, ref = run.options_before or {}, run.options.get(STEPS_OPTION)
+    if ref == before.get(STEPS_OPTION) and run.options.get(DIGEST_OPTION) != before.get(DIGEST_OPTION):
+        yield f"steps: the file of {ref} has changed since step {saved.step}"
     end = recipe.schedule_end
-    before, now = (
-        [each.get(name) for name in (STEPS_OPTION, DIGEST_OPTION)] for each in (run.options_before or {}, run.options)
-    )
-    if now[0] and before[0] == now[0] and before[1] != now[1]:
-        yield f"steps: the file of {now[0]} has changed since step {saved.step}"
     if recipe.schedule.has_end and end is not None and end < steps:
         yield f"learning rate: its schedule ends at step {end}; --decay-steps {steps} would stretch it"
     if saved.data != run.corpus.digest:
@@ -71,4 +69,6 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[
 def _shown(value: float | str | bool | None) -> str:
     if value is None:
         return "not given"
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

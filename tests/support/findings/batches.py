@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from megaloom.dsl import graph
+from megaloom.dsl import graph, model, without_loss
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
+from megaloom.examples.scripts.key_tokens import KeyTokenLoss
 from megaloom.planner import Plan, Precision, Workload, cluster, plan
 from megaloom.runtime import Recipe, shard, token_log_probs
 from megaloom.runtime.launch import launcher
@@ -137,11 +138,20 @@ def plain_loss(made: Plan, sums: Any) -> float | str:
 
 @finding("spotcheck N5a", "No page says how to reach the ids of a model that is read", Verdict.MENDED)
 def reach_inputs(folder: Path) -> str:
-    published = find("gpt2")[0]
-    tokens = graph(published).value("tokens")
-    assert graph(published).nodes[graph(published).index["tokens"]].value is tokens
-    assert 'graph(published).value("tokens")' in (ROOT / "docs/guide/losses.md").read_text()
-    return 'graph(m).value("tokens"), in losses.md'
+    tuned = graph(model("tuned", without_loss(find("gpt2")[0]).outputs[0] >> KeyTokenLoss()))
+    assert [n.name for n in tuned.nodes if n.is_input] == ["tokens", "labels", "mask"]
+    guide = (ROOT / "docs/guide/losses.md").read_text()
+    assert "`ids()` here is the model's own" in guide and 'graph(published).value("types")' in guide
+    return "a loss creates ids() again, which is the model's own input; others by graph(m).value, in losses.md"
+
+
+@finding("spotcheck N5c", "The key-token loss cannot divide the loss of a sequence by its mask", Verdict.MENDED)
+def quotient_of_values(folder: Path) -> str:
+    script = ROOT / "examples/scripts/key_tokens.py"
+    size = ("--seq", "32", "--batch", "4", "--precision", "fp32")
+    layout = ("--gpus", "4xCPU", "--tp", "2", "--cp", "2")
+    passes(plan_command(folder, f"{script}:with_key_tokens", *layout, *size, "-o", "p.json"))
+    return passes(megaloom(folder, "verify", "p.json"), "passed: losses differ by at most")
 
 
 def key_tokens_of_megatron(outputs: Any, batch: Any) -> Any:
