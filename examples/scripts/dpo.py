@@ -85,7 +85,7 @@ class Preferences:
         if outputs is None:
             return None
         rewards = BETA * (answer_log_probs(outputs, batch) - batch["reference"])
-        chosen, rejected = rewards[0::2], rewards[1::2]
+        chosen, rejected = rewards.view(-1, 2).unbind(1)  # an odd number of rows is refused
         losses, count = -torch.nn.functional.logsigmoid(chosen - rejected), len(chosen)
         report = {"chosen": (chosen.sum(), count), "rejected": (rejected.sum(), count)}
         return losses.sum(), torch.tensor(float(count)), report

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import getmodule
 from math import log10
@@ -70,6 +70,21 @@ def _own_layer() -> str:
 def _own_loop() -> str:
     source = (ROOT / "examples" / "scripts" / "own_loop.py").read_text()
     return _code(source[source.index("from pathlib") :].partition("\n\nif __name__")[0], "python")
+
+
+def _definitions(script: str, *names: str) -> str:
+    """Return functions and classes of a program in examples/scripts."""
+    source = (ROOT / "examples" / "scripts" / f"{script}.py").read_text()
+    found = {
+        node.name: "\n".join(source.splitlines()[_first_line(node) - 1 : node.end_lineno])
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    return _code("\n\n\n".join(found[name] for name in names), "py")
+
+
+def _first_line(node: ast.ClassDef | ast.FunctionDef) -> int:
+    return min((node.lineno, *(d.lineno for d in node.decorator_list)))
 
 
 def _own_torch_module() -> str:
@@ -298,6 +313,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "own_module": _own_module,
     "own_loop": _own_loop,
     "own_torch_module": _own_torch_module,
+    "dpo": partial(_definitions, "dpo", "answer_log_probs", "of_reference", "Preferences", "learn"),
+    "reward": partial(_definitions, "reward", "Score", "BradleyTerry", "scored"),
     "plan": _plan,
     "accuracy": _accuracy,
     "families": _families,
