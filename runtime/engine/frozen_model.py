@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field, frozen
 from megatron.core import tensor_parallel
 from torch import Tensor
 
@@ -42,6 +42,14 @@ NewTensors = Callable[[Outputs, MicroBatch], Mapping[str, Tensor]]
 UNUSED_SEED = 0  # of generators that megatron-core needs; nothing is drawn
 
 
+@frozen
+class Collected:
+    """What is made of the outputs of micro-batches."""
+
+    make: NewTensors
+    found: list[Mapping[str, Tensor]] = field(factory=list)
+
+
 @define(eq=False)
 class FrozenModel:
     """This rank's part of a model that is not trained."""
@@ -51,6 +59,7 @@ class FrozenModel:
     groups: ProcessGroups
     pipeline: PipelineRun
     shared: SharedBatches
+    collected: Collected | None = field(default=None, init=False)  # while `extend` runs
 
     @classmethod
     def build(cls, plan: Plan, model: Model, weights: GivenValues) -> FrozenModel:
@@ -100,19 +109,20 @@ class FrozenModel:
         whole = self.shared.of(batch)
         samples = agreed(partial(self._samples_of, whole))
         part = self.pipeline.own_part(len(samples), self.plan.layout.micro_batch)
-        found: list[Mapping[str, Tensor]] = []
-
-        def step(forward: Forward, micro_batch: MicroBatch) -> Sums | None:
-            outputs = forward(micro_batch)
-            if outputs is None:
-                return None
-            found.append(tensors(outputs, micro_batch))
-            return outputs.loss_sum, outputs.weight_sum
-
         masks = MaskSource(UNUSED_SEED, step=0, first_sample=0)
+        self.collected = Collected(tensors)
         with torch.no_grad():
-            self.pipeline.run(samples.__getitem__, part, step, masks, forward_only=True)
+            self.pipeline.run(samples.__getitem__, part, self._collecting_step, masks, forward_only=True)
+        found, self.collected = self.collected.found, None
         return {**whole, **agreed(partial(_joined, found, whole, part.size))}
+
+    def _collecting_step(self, forward: Forward, micro_batch: MicroBatch) -> Sums | None:
+        """Run a micro-batch, and collect what is made of its outputs. The pipeline remembers each step that it runs."""
+        outputs = forward(micro_batch)
+        if outputs is None or self.collected is None:
+            return None
+        self.collected.found.append(self.collected.make(outputs, micro_batch))
+        return outputs.loss_sum, outputs.weight_sum
 
     def _samples_of(self, batch: Any) -> list[Sample]:
         """Return the samples of a batch. Raise UserError if there is none."""

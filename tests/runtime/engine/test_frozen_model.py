@@ -111,6 +111,8 @@ def beside(plans: Plans) -> dict[str, Any]:
     rough = half.extend(first, from_teacher)
     if "teacher" in rough:
         assert torch.allclose(rough["teacher"], found[0]["teacher"], atol=0.05)
+    held = [step for model in (reference, teacher) for step in model.pipeline.reported]
+    assert len(held) == 2, "each call of extend leaves something in memory"
     parameters = [p for model in (reference, teacher) for chunk in model.model_chunks for p in chunk.parameters()]
     assert not any(p.requires_grad or p.grad is not None or hasattr(p, "main_grad") for p in parameters)
     return {"losses": losses, "dp_rank": groups.dp_rank, "found": found}
