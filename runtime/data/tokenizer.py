@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_file import read_text
 
 from .token_ids import BYTE_IDS, Template, TokenIds
 from .tokenizer_files import (
@@ -76,12 +77,12 @@ def _load(path: Path) -> TextTokenizer:
     check_readable(path, kind)
     if kind is TokenizerFormat.JSON:
         file, config = (path / JSON_NAME, special_tokens(path)) if path.is_dir() else (path, {})
-        return _json(_json_text(file), path.name, config)
+        return _json(_json_backend(file), path.name, config)
     if _is_plain(path, kind):
         return _sentencepiece(sentencepiece_file(path))
     found = checked_tokenizer(path, kind)
     config = {**found.special_tokens_map, **special_tokens(path)}
-    return _json(str(found.backend_tokenizer.to_str()), path.name, config)
+    return _json(found.backend_tokenizer, path.name, config)
 
 
 def _is_plain(path: Path, kind: TokenizerFormat) -> bool:
@@ -92,25 +93,21 @@ def _is_plain(path: Path, kind: TokenizerFormat) -> bool:
     return not named and (sentencepiece_file(path).name == MODEL_NAME or class_name(path) is None)
 
 
-def _json_text(file: Path) -> str:
-    """Return the text of a tokenizer.json. Raise UserError if the library cannot read it and it is another file."""
+def _json_backend(file: Path) -> Any:
+    """Return the tokenizer of a tokenizer.json, of the library `tokenizers`. Raise UserError if it is another file."""
     from tokenizers import Tokenizer
 
     check_whole(file)
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     try:
-        Tokenizer.from_str(text)
+        return Tokenizer.from_str(text)
     except Exception:  # the library raises bare Exception
         if (what := why_no_tokenizer(file)) is not None:
             raise UserError(f"{file} is not a tokenizer.json: it {what}") from None
         raise
-    return text
 
 
-def _json(text: str, name: str, config: Mapping[str, Any]) -> JsonTokenizer:
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer.from_str(text)
+def _json(backend: Any, name: str, config: Mapping[str, Any]) -> JsonTokenizer:
     backend.no_truncation()
     backend.no_padding()
     known: dict[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -237,4 +234,4 @@ def train_bpe(texts: Iterable[str], vocab: int, folder: Path) -> None:
     backend.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / JSON_NAME))
-    _write_config(_json(backend.to_str(), folder.name, {}), folder)
+    _write_config(_json(backend, folder.name, {}), folder)

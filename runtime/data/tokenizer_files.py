@@ -90,10 +90,10 @@ def check_readable(path: Path, kind: TokenizerFormat) -> None:
     if missing := [name for name in FORMAT_FILES[kind] if not (path / name).is_file()]:
         raise UserError(f"the tokenizer {path} is {kind.value}, and {missing[0]} is missing\ncopy that file too")
     if not class_name(path):
-        raise untold(path, kind)
+        raise _untold(path, kind)
 
 
-def untold(path: Path, kind: TokenizerFormat) -> UserError:
+def _untold(path: Path, kind: TokenizerFormat) -> UserError:
     """Return the error for a folder with a vocabulary and not a word on how it is used."""
     unsaid, types = "how text is split before it", [GPT2]
     if kind is TokenizerFormat.WORDPIECE:

@@ -50,7 +50,6 @@ REFUSED_TYPES = {
     "Llama2Tokenizer": "omit it: --tokenizer takes a tokenizer.model, and --add-bos begins texts as Llama 2 does",
     "TikTokenizer": "omit it, and give --tokenizer the tokenizer.json of the same model",
     "NullTokenizer": "omit it: train on indexed datasets, which need no tokenizer",
-    "BertTokenizer": f"give {LOWER_CASE} or {CASED}: they say whether text is put in lower case",
     "PreTrainedTokenizerFast": "omit it, and give --tokenizer the tokenizer.json",
     "TokenizersBackend": "omit it, and give --tokenizer the tokenizer.json",
 }
@@ -67,18 +66,17 @@ def opened_tokenizer(source: str, kind: str | None = None) -> Iterator[str]:
     or if `kind` does not fit it.
     """
     path = Path(source).expanduser()
-    known = source == BYTE_IDS.name or path.exists()
-    if kind is None and known and (source == BYTE_IDS.name or path.is_dir() or format_of(path) in WHOLE):
+    if kind is not None and source == BYTE_IDS.name:
+        raise UserError(f"--tokenizer-type {kind} has no effect with --tokenizer {source}\nomit it")
+    if source == BYTE_IDS.name or (kind is None and (path.is_dir() or (path.exists() and format_of(path) in WHOLE))):
         yield source
         return
-    if source == BYTE_IDS.name:
-        raise UserError(f"--tokenizer-type {kind} has no effect with --tokenizer {source}\nomit it")
-    files = _files(path) if known else _hub_files(source)
+    files = _files(path) if path.exists() else _hub_files(source)
     with TemporaryDirectory(prefix="megaloom-") as temporary:
         folder = Path(temporary) / "tokenizer"
         folder.mkdir()
         for name, file in files.items():
-            shutil.copyfile(file, folder / name)
+            _copy(file, folder / name)
         try:
             if kind is not None:
                 _write_settings(folder, kind)
@@ -126,6 +124,13 @@ def _files(path: Path) -> dict[str, Path]:
     return files if start else files | _present(path.parent, (*SETTINGS_FILES, MODEL_CONFIG))
 
 
+def _copy(file: Path, to: Path) -> None:
+    try:
+        shutil.copyfile(file, to)
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer's file {file}: {error.strerror or error}") from None
+
+
 def _present(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:
     return {name: folder / name for name in names if (folder / name).is_file()}
 
@@ -166,7 +171,7 @@ def _write_settings(folder: Path, kind: str) -> None:
     """Write how a vocabulary is used into the settings of its folder. Raise UserError if that does not fit."""
     form, option = format_of(folder), f"--tokenizer-type {kind}"
     if kind in REFUSED_TYPES:
-        raise UserError(f"{option} is not needed\n{REFUSED_TYPES[kind]}")
+        raise UserError(f"{option} is not supported\n{REFUSED_TYPES[kind]}")
     if form is None:
         raise UserError(f"no tokenizer in {folder}\ngive --tokenizer a folder with a vocabulary")
     if form is TokenizerFormat.JSON:

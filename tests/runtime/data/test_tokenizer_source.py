@@ -153,7 +153,7 @@ REFUSED = {
     r"text is put in lower case\ngive --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase",
     ("cased-vocab.txt", None): r"\(the token 'The' means that it is not\)\ngive --tokenizer-type BertWordPieceCase \(",
     ("cased-vocab.txt", "BertWordPieceLowerCase"): r"cased-vocab.txt puts text in lower case, and .* the token 'The'\n",
-    ("cased-vocab.txt", "BertTokenizer"): r"BertTokenizer is not needed\ngive BertWordPieceLowerCase or BertWordPieceC",
+    ("cased-vocab.txt", "BertTokenizer"): r"BertTokenizer does not say whether text is put in lower case\ngive Bert",
     ("cased-vocab.txt", "ElectraTokenizer"): r"ElectraTokenizer does not say whether text is put in lower case\n",
     (
         "cased-vocab.txt",
