@@ -14,6 +14,8 @@ import sys
 import time
 from typing import Any
 
+from megaloom.dsl import graph
+from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.launch import launcher
 
@@ -50,7 +52,8 @@ def measure(ranks: int, sequences: int, tokens: int) -> tuple[float, float, floa
     from megaloom.runtime.engine.shared_batches import SharedBatches
     from megaloom.runtime.megatron.process_groups import create_process_groups
 
-    shared = SharedBatches(create_process_groups(Layout(tp=ranks)), ("tokens", "labels"))
+    groups = create_process_groups(Layout(tp=ranks))
+    shared = SharedBatches(groups, graph(find("stdlib-gpt")[0]), tokens, more=False)
     text = torch.randint(VOCAB, (sequences, tokens + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": text[:, :-1], "labels": text[:, 1:]}
 

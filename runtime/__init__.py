@@ -12,15 +12,20 @@ if TYPE_CHECKING:
     from .engine.own_loop import Engine as Engine
     from .engine.own_loop import FrozenModel as FrozenModel
     from .engine.own_loop import ParameterGroup as ParameterGroup
+    from .engine.own_loop import ShardedLoader as ShardedLoader
     from .engine.own_loop import shard as shard
     from .engine.own_loop import shard_frozen as shard_frozen
+    from .engine.own_loop import shard_loader as shard_loader
     from .engine.own_loop import token_log_probs as token_log_probs
     from .generation.generate import Generation as Generation
     from .generation.generate import generate as generate
     from .generation.settings import GenerationSettings as GenerationSettings
     from .optimizer.recipe import Recipe as Recipe
+    from .samples.end_of_document import EndOfDocument as EndOfDocument
     from .training.artefact import pack as pack
     from .training.artefact import unpack as unpack
+    from .training.data_reader import DataReader as DataReader
+    from .training.data_reader import read_data as read_data
     from .training.initial_weights import read_weights as read_weights
     from .training.run import train as train
     from .training.run_folder import LoadedRun as LoadedRun
@@ -38,7 +43,12 @@ EXPORTS = {
     "shard": "engine.own_loop",
     "shard_frozen": "engine.own_loop",
     "token_log_probs": "engine.own_loop",
+    "ShardedLoader": "engine.own_loop",
+    "shard_loader": "engine.own_loop",
     "Recipe": "optimizer.recipe",
+    "EndOfDocument": "samples.end_of_document",
+    "DataReader": "training.data_reader",
+    "read_data": "training.data_reader",
     "Generation": "generation.generate",
     "GenerationSettings": "generation.settings",
     "generate": "generation.generate",

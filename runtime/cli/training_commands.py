@@ -16,6 +16,7 @@ from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, unwrap_hel
 from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument
 from megaloom.runtime.training.evaluation_options import DEFAULT_EVALUATION, EvaluationOptions
 
 from .defaults import (
@@ -57,6 +58,7 @@ def train_by_plan(
     async_save: bool | None = None,
     distributed_timeout_minutes: float = 10.0,
     evaluation: Annotated[EvaluationOptions, Parameter(name="*", group="Evaluation")] = DEFAULT_EVALUATION,
+    ends: Annotated[EndOfDocument, Parameter(name="*", group="End of document")] = NO_ENDS,
     watching: Annotated[Watching, Parameter(name="*", group="Watching")] = NO_WATCHING,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
     adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
@@ -123,7 +125,7 @@ def train_by_plan(
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     options["distributed_timeout_minutes"] = distributed_timeout_minutes
     arguments = model_arguments(words, settings)
-    groups = {"evaluation": evaluation, "watching": watching}
+    groups = {"evaluation": evaluation, "ends": ends, "watching": watching}
     return run_train(model, arguments, load, {**options, **groups}, recipe, fixed, adapters)
 
 

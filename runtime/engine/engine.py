@@ -42,7 +42,16 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .gradients import WeightGradient, gather_gradients
 from .loss_totals import LossTerms, LossTotals
-from .own_batches import Batch, captured_logits, check_multiple, filled, gathered_logits, global_samples, samples_of
+from .own_batches import (
+    Batch,
+    captured_logits,
+    check_multiple,
+    filled,
+    gathered_logits,
+    gathered_rows,
+    global_samples,
+    samples_of,
+)
 from .own_sums import check_counted, evaluated
 from .pipeline_run import MicroBatches, PipelineRun, Samples
 from .results import EvaluationResult, StepResult
@@ -127,7 +136,7 @@ class Engine:
         if steps is not None or pipeline.terms.classifier:
             for chunk in model_chunks:
                 chunk.return_predictions()
-        shared = SharedBatches(groups, tuple(n.name for n in g.nodes if n.is_input))
+        shared = SharedBatches(groups, g, plan.workload.seq, pipeline.reads_more)
         return cls(plan, g, recipe, groups, state, pipeline, own, tuple(parameter_groups), shared)
 
     def step(self, batch: Batch | Samples | None, count: int | None = None) -> StepResult:
@@ -185,7 +194,9 @@ class Engine:
         """Return the samples of a global batch, and this rank's micro-batches of them."""
         check_kinds(batch, count)
         samples = batch
-        if not callable(samples):
+        if callable(samples):
+            samples = self.shared.named(samples)
+        else:
             samples = agreed(partial(self._own_samples, self.shared.of(batch, training=True)))
         return samples, self.pipeline.training_part(self.plan.workload.batch if count is None else count)
 
@@ -253,6 +264,14 @@ class Engine:
         if not self.groups.is_last_pipeline_rank:
             return None
         return gathered_logits(captured, self.graph, self.groups)[: len(samples)]
+
+    def gathered_over_dp(self, x: Tensor | None) -> Tensor | None:
+        """Return tensors [rows ..] of all data-parallel ranks, joined in the order of the ranks; rows may differ.
+
+        Every rank calls it, and each gets those of the ranks with its tp, cp and pp index. Where they have None, such
+        as logits before the last pipeline stage, the result is None. A number is a tensor [1].
+        """
+        return gathered_rows(x, self.groups)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the averaged weights, for `evaluate` and `logits`."""

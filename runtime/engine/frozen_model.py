@@ -91,7 +91,7 @@ class FrozenModel:
             chunk.requires_grad_(False).eval()
         terms = LossTerms.of(g, plan.layout.cp)
         pipeline = PipelineRun(plan, g, groups, chunks, terms, SharedGradients(()), own_steps=True, reads_more=True)
-        return cls(plan, g, groups, pipeline, SharedBatches(groups, tuple(n.name for n in g.nodes if n.is_input)))
+        return cls(plan, g, groups, pipeline, SharedBatches(groups, g, plan.workload.seq, more=True))
 
     @property
     def model_chunks(self) -> list[ModelChunk]:

@@ -16,6 +16,8 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
+from megaloom.runtime.launch.agreement import agreed, gathered
+from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.kernels import from_zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.model_chunk import ModelChunk
@@ -135,3 +137,36 @@ def gathered_logits(captured: list[Tensor], graph: Graph, groups: ProcessGroups)
         dist.all_gather(parts, whole.contiguous(), group=groups.collection.cp)
         whole = from_zigzag(torch.cat(parts), groups.layout.cp)
     return whole.transpose(0, 1).contiguous()
+
+
+def gathered_rows(x: Tensor | None, groups: ProcessGroups) -> Tensor | None:
+    """Return tensors [rows ..] of the data-parallel ranks, joined in the order of the ranks; None where all have none.
+
+    Raise UserError on all ranks unless those of one data-parallel group have tensors of one type that differ in their
+    rows only, or all of them None.
+    """
+    place = groups.tp_rank, groups.cp_rank, groups.pp_rank
+    found = gathered((place, groups.dp_rank, None if x is None else (x.dtype, list(x.shape))))
+    peers = {dp_rank: kind for other, dp_rank, kind in found if other == place}
+    kinds = [peers[dp_rank] for dp_rank in range(groups.layout.dp)]
+    agreed(lambda: _check_joined(kinds))
+    if x is None or len(kinds) == 1:
+        return x
+    rows = [shape[0] for _, shape in filter(None, kinds)]
+    own = x.detach().to(device.current())
+    padded = torch.cat([own, own.new_zeros(max(rows) - len(own), *own.shape[1:])]).contiguous()
+    parts = [torch.empty_like(padded) for _ in rows]
+    dist.all_gather(parts, padded, group=groups.of_axis("dp"))
+    return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+
+def _check_joined(kinds: list[tuple[torch.dtype, list[int]] | None]) -> None:
+    """Raise UserError unless tensors of data-parallel ranks can be joined. kinds: type and shape of each."""
+    first = kinds[0]
+    like = [k is not None and first is not None and (k[0], k[1][1:]) == (first[0], first[1][1:]) for k in kinds]
+    if not (all(kind is None for kind in kinds) or (all(like) and first and first[1])):
+        shown = ", ".join("None" if kind is None else f"{kind[0]} {kind[1]}" for kind in kinds)
+        raise UserError(
+            f"data-parallel ranks have tensors that cannot be joined: {shown}\n"
+            "give tensors [rows ..] of one type that differ in their rows only; a number is a tensor [1]"
+        )

@@ -28,6 +28,8 @@ from megaloom.runtime.optimizer.parameter_groups import ParameterGroup as Parame
 from .engine import Engine as Engine  # noqa: E402 (it imports megatron-core)
 from .frozen_model import FrozenModel as FrozenModel  # noqa: E402
 from .outputs import token_log_probs as token_log_probs  # noqa: E402
+from .sharded_loader import ShardedLoader as ShardedLoader  # noqa: E402
+from .sharded_loader import shard_loader as shard_loader  # noqa: E402
 
 
 def shard(

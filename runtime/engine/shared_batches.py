@@ -2,7 +2,7 @@
 
 Ranks that pass None or an empty batch get that of the first of these ranks, as in Megatron-LM and Accelerate. Batches
 that differ are refused: the first three of an engine and then one in a hundred are compared by a hash.
-`benchmarks/batches.py` measures the cost. With 8 sequences of 4,096 tokens on two processes over gloo a step takes 0.2
+`benchmarks/batches.py` measures the cost. With 8 sequences of 4,096 tokens on two processes over gloo a step takes 0.4
 ms longer, one that compares 2 ms, and one in which only the first rank has the batch 3 ms.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
 from numbers import Integral
@@ -21,10 +21,13 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
+from megaloom.dsl import Graph
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.launch.agreement import agreed, check_equal, gathered
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+
+from .megatron_batch import as_inputs, as_sample
 
 COMPARED_FIRST = 3  # batches of an engine that are compared
 COMPARED_EVERY = 100  # batches after those, one of which is compared
@@ -47,15 +50,18 @@ class SharedBatches:
     """Makes the batches of an engine equal on the ranks that share them. Every rank makes every call."""
 
     groups: ProcessGroups
-    inputs: tuple[str, ...]  # names of the tensors that are compared
+    graph: Graph
+    seq: int
+    more: bool  # steps of the user's own read tensors beside the inputs
     calls: int = field(default=0, init=False)
     warned: bool = field(default=False, init=False)  # that data-parallel ranks have equal batches
 
     def of(self, batch: Any, *, training: bool = False) -> Any:
-        """Return the batch of this data-parallel rank; None or an empty one if its first rank has none.
+        """Return the batch of this data-parallel rank by the model's inputs; None or an empty one if it has none.
 
         training: each data-parallel rank should have rows of its own. Raise UserError on all ranks if batches differ.
         """
+        batch = agreed(partial(as_inputs, batch, self.graph, self.seq, more=self.more))
         layout, own = self.groups.layout, is_absent(batch)
         compares = self.calls < COMPARED_FIRST or self.calls % COMPARED_EVERY == 0
         self.calls += 1
@@ -65,9 +71,18 @@ class SharedBatches:
         if not absent:
             return batch
         agreed(partial(_refuse_function, batch))
-        found = self._of_first_rank(batch)
+        found = self.of_first_rank(batch)
         agreed(lambda: _refuse(self.groups) if is_absent(found) and not own else None)
         return found
+
+    def named(self, samples: Callable[[int], Any]) -> Callable[[int], Any]:
+        """Return a function from i to sample i by the names of the model's inputs."""
+        return lambda i: as_sample(samples(i), self.graph, self.seq, more=self.more)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the tensors that are compared."""
+        return tuple(n.name for n in self.graph.nodes if n.is_input)
 
     def _compare(self, batch: Any, training: bool) -> bool:
         """Compare the batches of all ranks, and return whether one has none."""
@@ -105,14 +120,16 @@ class SharedBatches:
         if dist.get_rank() == 0:
             warnings.warn(
                 f"data-parallel ranks {', '.join(map(str, ranks))} have the same batch, so a step trains on each of "
-                f"its rows {len(ranks)} times: give each data-parallel rank its own rows, for a DataLoader by "
-                "DistributedSampler(data, num_replicas=plan.layout.dp, rank=engine.groups.dp_rank)",
+                f"its rows {len(ranks)} times: give each data-parallel rank its own rows, of a DataLoader by "
+                "shard_loader(engine, loader)",
                 RepeatedRows,
                 stacklevel=6,
             )
 
-    def _of_first_rank(self, batch: Any) -> Any:
+    def of_first_rank(self, batch: Any) -> Any:
         """Return the batch of the first rank of this data-parallel rank: of index 0 on the axes pp, cp and tp."""
+        if self.groups.layout.world == self.groups.layout.dp:
+            return batch
         held = [_on_cpu(batch)]
         for axis in ("pp", "cp", "tp"):
             if self.groups.layout.degrees[axis] > 1:

@@ -32,6 +32,7 @@ from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 
 from .data_checks import check_kind
 from .denoising import TargetIds, infilled, masked, paired, sentinels_of, spans, text_length
+from .end_of_document import NO_ENDS, EndOfDocument, document_indices
 from .image_inputs import image_tokens, picture
 from .objectives import Objective, is_over_positions, objective_of, text_rows
 from .padded import labels_of_tokens, padded_pair, padded_text
@@ -59,6 +60,7 @@ class SampleMaker:
     labels: Tensor | None = None  # of the sample: its class [1], or that of each token of text
     target: Tensor | None = None  # of a pair: the other text
     sentences: Tensor | None = None  # the tokens at which a sentence begins inside its document
+    ends: EndOfDocument = NO_ENDS
 
     @classmethod
     def of(
@@ -269,17 +271,23 @@ class SampleMaker:
         counted = labels != token if count else torch.ones_like(labels) > 0
         if self.counted is not None:
             counted &= self.counted[1 : seq + 1]
-        if self.is_packed:  # the first token of a document is not predicted from another document
-            documents = self._documents(text)
+        documents = self._documents(text)
+        if self.ends.eod_mask_loss:
+            counted &= text[:seq] != self._end
+        elif self.is_packed and not self.ends.given:  # no first token of a document is predicted from another document
             counted &= documents[1 : seq + 1] == documents[:seq]
-        return {"tokens": tokens, "labels": labels, "mask": counted, "documents": self._documents(text)[:seq]}
+        return {"tokens": tokens, "labels": labels, "mask": counted, "documents": documents[:seq]}
+
+    @property
+    def _end(self) -> int:
+        """Return the id of the end-of-document token."""
+        return self.ends.token(self.text_ids.eos, self.text_ids.name)
 
     def _documents(self, text: Tensor) -> Tensor:
         """Return the document of each token of a text, [length]. Text that comes without them has END after each."""
-        if self.documents is not None:
-            return self.documents
-        ends = text == END
-        return ends.cumsum(0) - ends.long()
+        if self.ends.reset_attention_mask:
+            return document_indices(text, self._end)
+        return document_indices(text, END) if self.documents is None else self.documents
 
     @property
     def is_packed(self) -> bool:

@@ -19,11 +19,12 @@ from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.engine.steps import HeldOut
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.end_of_document import ends_of
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .artefact import opened
 from .evaluated_text import ALL, EvaluatedText, evaluated_data, open_texts
-from .run_data import check_labels, of_corpus, sample_of
+from .run_data import check_labels, held_out_sample, of_corpus
 from .run_folder import is_run, load_options, no_checkpoint, plan_and_model
 from .steps_reference import loaded_steps, steps_note, steps_of_run
 
@@ -146,16 +147,16 @@ def _evaluate_on_rank(
         found.check_averaged()
     engine = Engine.build(plan, planned_model(plan), Recipe(), loaded_steps(steps), average=0.0 if averaged else None)
     engine.state.loads_average = averaged
+    ends = ends_of(load_options(folder) if is_run(folder) else {})
     checkpoint.load(engine.state, found)
     losses = []
     for text in texts:
-        maker = of_corpus(SampleMaker.of(engine.graph, plan.workload.seq), text.corpus)
-        seq = maker.length - 1
+        maker = of_corpus(SampleMaker.of(engine.graph, plan.workload.seq), text.corpus, ends)
 
-        def sample(i: int, text: EvaluatedText = text, maker: SampleMaker = maker, seq: int = seq) -> Sample:
-            return sample_of(text.part.held_out_sample(i, seq=seq), maker, engine.steps, i, 0)
+        def sample(i: int, text: EvaluatedText = text, maker: SampleMaker = maker) -> Sample:
+            return held_out_sample(text.part, maker, engine.steps, i)
 
-        samples = text.part.held_out_samples(seq)
+        samples = text.part.held_out_samples(maker.length - 1)
         if reading.batches is not None:
             samples = min(samples, reading.batches * plan.workload.batch)
         with engine.averaged_weights() if averaged else nullcontext():

@@ -24,7 +24,7 @@ from megaloom.planner.contract.plans import speed_of
 from megaloom.runtime.checkpoints import checkpoint
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint
 from megaloom.runtime.checkpoints.saver import Saver
-from megaloom.runtime.data.part import DataPart, Window
+from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.synthetic import NOTE, is_synthetic
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.engine.results import EvaluationResult
@@ -43,7 +43,7 @@ from .failures import ended_if_stuck
 from .frozen_objects import existing_objects_frozen
 from .initial_weights import not_finite_note, open_weights, starting_notes
 from .resuming import resume_notes
-from .run_data import empty_validation, of_corpus, sample_of
+from .run_data import empty_validation, held_out_sample, of_corpus, training_sample
 from .run_folder import save_run
 from .start_notes import start_notes
 from .steps_reference import loaded_steps
@@ -111,7 +111,8 @@ class Loop:
 
     @maker.default
     def _maker(self) -> SampleMaker:
-        return of_corpus(SampleMaker.of(self.engine.graph, self.run.plan.workload.seq), self.run.corpus)
+        maker = SampleMaker.of(self.engine.graph, self.run.plan.workload.seq)
+        return of_corpus(maker, self.run.corpus, self.run.ends)
 
     @samples.default
     def _samples(self) -> int:
@@ -230,7 +231,7 @@ class Loop:
             self.display.print(self.run.extent_text(part, seq, samples))
         is_last = name == "test" or (last and not self.run.corpus.test)
         result = self.engine.evaluate_samples(
-            lambda i: self._sample(part.held_out_sample(i, seq=seq), i, 0),
+            lambda i: held_out_sample(part, self.maker, self.engine.steps, i),
             samples,
             step="test" if is_last else "validation",
             micro_batch=self.run.evaluation.evaluate_micro_batch,
@@ -255,11 +256,7 @@ class Loop:
 
     def _training_sample(self, i: int) -> Sample:
         """Return sample i of training."""
-        seed = self.run.recipe.seed
-        return self._sample(self.run.corpus.train.sample(i, seq=self.maker.length - 1, seed=seed), i, seed)
-
-    def _sample(self, window: Window, i: int, seed: int) -> Sample:
-        return sample_of(window, self.maker, self.engine.steps, i, seed)
+        return training_sample(self.run.corpus.train, self.maker, self.engine.steps, i, self.run.recipe.seed)
 
     def _save(self, validation: EvaluationResult | None, epoch: int | None) -> None:
         """Save a checkpoint, or begin to. Where the best are kept, its folder is named after the validation loss.

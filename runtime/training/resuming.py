@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from attrs import fields
+
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.end_of_document import EndOfDocument
 
 from .steps_reference import DIGEST_OPTION, OBJECT_OPTION, STEPS_OPTION
 from .training_run import TrainingRun
@@ -16,6 +19,7 @@ SAVING = (
     *("keep_last", "keep_best", "async_save"),
     *("evaluate_every_epoch", "save_every_epoch", "evaluate_micro_batch"),
     *(STEPS_OPTION, OBJECT_OPTION),
+    *(f.name for f in fields(EndOfDocument)),
 )
 """Options of data and checkpoints that a resumed run may change. Other data are found by their digest."""
 

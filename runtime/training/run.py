@@ -36,6 +36,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument, saved_ends
 from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.weights.kept_files import keep_files
 
@@ -81,6 +82,7 @@ def train(
     source: str | Sequence[str] = STDLIB,
     split: str | None = None,
     epochs: float | None = None,
+    ends: EndOfDocument = NO_ENDS,
     save_every: int = 100,
     evaluate_every: int = 100,
     evaluate_batches: int | None = None,
@@ -97,11 +99,11 @@ def train(
 
     source: "stdlib", a file or folder of text, or prefixes of indexed datasets, each after its weight if they have any.
     split: shares of training, validation and test of indexed datasets, such as "969,30,1". epochs: train for as many
-    steps as visit the training text so often, instead of the recipe's. steps: an object with any of the methods of
-    `Steps`, of a class that every process can import; or a reference to such a class, "own.py:KeyTokens(alpha=0.5)",
-    which the run keeps; None is that of the run, if it continues, and "none" are the steps of the declared objective.
-    weights: another run, a Hugging Face folder or a checkpoint of Megatron-LM with the initial weights, of which each
-    rank reads its shards.
+    steps as visit the training text so often, instead of the recipe's. ends: what happens at end-of-document tokens.
+    steps: an object with any of the methods of `Steps`, of a class that every process can import; or a reference to
+    such a class, "own.py:KeyTokens(alpha=0.5)", which the run keeps; None is that of the run, if it continues, and
+    "none" are the steps of the declared objective. weights: another run, a Hugging Face folder or a checkpoint of
+    Megatron-LM with the initial weights, of which each rank reads its shards.
 
     evaluate_batches: global batches of held-out text that each evaluation reads. By default 65,536 tokens, and at the
     end as many as the run has trained on. evaluate_all: at the end all of it. evaluation: what is evaluated and saved
@@ -120,7 +122,7 @@ def train(
 
     def prepared() -> TrainingRun:
         data, every = (
-            DataOptions(as_sources(source), split, epochs),
+            DataOptions(as_sources(source), split, epochs, ends),
             (save_every, evaluate_every, evaluate_batches, evaluate_all),
         )
         with named_write_errors(folder, "free some space, or choose another folder with --out"):
@@ -139,6 +141,7 @@ def train(
             "keep_last": retention.last,
             "keep_best": retention.best,
             **asdict(evaluation),
+            **asdict(ends),
             **asdict(watching),
         }
         check_same_plan(plan, recipe, given, weights)
@@ -252,6 +255,7 @@ def prepare_run(
         "keep_best": retention.best,
         "async_save": asynchronous_saves,
         **{name: value or None for name, value in asdict(evaluation).items()},
+        **saved_ends(data.ends),
         "tensorboard": watching.tensorboard or None,
         "tensorboard_dir": None if watching.tensorboard_dir is None else str(watching.tensorboard_dir.resolve()),
         "wandb": watching.wandb,
@@ -276,6 +280,7 @@ def prepare_run(
         steps=steps,
         weights=weights,
         evaluation=evaluation,
+        ends=data.ends,
         watching=watching,
         options_before=before,
         options=options,

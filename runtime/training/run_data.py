@@ -15,13 +15,14 @@ from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus, indexed_corpus, kind_of, open_corpus, parse_blend
 from megaloom.runtime.data.description import RUNNING_TEXT
-from megaloom.runtime.data.part import RowUnit, Window
-from megaloom.runtime.data.split import DEFAULT_SPLIT, SplitUnit
+from megaloom.runtime.data.part import COUNTED_TOKENS, DataPart, RowUnit, Window
+from megaloom.runtime.data.split import DEFAULT_SPLIT, PARTS, SplitUnit
 from megaloom.runtime.data.synthetic import SYNTHETIC, is_synthetic, synthetic_corpus
 from megaloom.runtime.data.text_files import STDLIB, existing
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer, tokenizer_of
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument
 from megaloom.runtime.samples.objectives import Objective
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
@@ -31,23 +32,27 @@ if TYPE_CHECKING:
 
 @frozen
 class DataOptions:
-    """The options --data, --split and --epochs."""
+    """The options --data, --split and --epochs, and those for end-of-document tokens."""
 
     sources: tuple[str, ...] = (STDLIB,)
     split: str | None = None
     epochs: float | None = None
+    ends: EndOfDocument = NO_ENDS
 
 
 def open_data(options: DataOptions, maker: SampleMaker, folder: Path) -> Corpus:
     """Return the data of a run. Raise UserError for bad data, or data that the model cannot train on."""
+    options.ends.check(maker.graph)
     corpus = open_sources(options.sources, options.split, folder, maker)
-    check_text(corpus, of_corpus(maker, corpus))
+    maker = of_corpus(maker, corpus, options.ends)
+    check_text(corpus, maker)
+    check_ends(corpus, maker)
     return corpus
 
 
-def of_corpus(maker: SampleMaker, corpus: Corpus) -> SampleMaker:
+def of_corpus(maker: SampleMaker, corpus: Corpus, ends: EndOfDocument = NO_ENDS) -> SampleMaker:
     """Return the maker of samples of these data."""
-    return evolve(maker, text_ids=corpus.ids, kind=corpus.kind, synthetic=is_synthetic(corpus))
+    return evolve(maker, text_ids=corpus.ids, kind=corpus.kind, synthetic=is_synthetic(corpus), ends=ends)
 
 
 def open_sources(sources: Sequence[str], split: str | None, folder: Path, maker: SampleMaker) -> Corpus:
@@ -79,12 +84,15 @@ def _by_rows(corpus: Corpus, maker: SampleMaker) -> Corpus:
 
 def check_data(options: DataOptions, maker: SampleMaker) -> None:
     """Raise UserError for data that `open_data` refuses, as far as that shows without copying text."""
+    options.ends.check(maker.graph)
     if options.sources == (SYNTHETIC,):
         return
     maker = evolve(maker, kind=kind_of(options.sources))
     corpus = indexed_corpus(options.sources, options.split, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
     if corpus is not None:
-        check_text(_by_rows(corpus, maker), of_corpus(maker, corpus))
+        maker = of_corpus(maker, corpus, options.ends)
+        check_text(_by_rows(corpus, maker), maker)
+        check_ends(corpus, maker)
     elif (source := parse_blend(options.sources).names[0]) != STDLIB:
         existing(source)
 
@@ -97,8 +105,8 @@ def check_labels(graph: Graph, sources: Sequence[str], steps: object = None) -> 
 
 def makes_samples(steps: object) -> bool:
     """Return whether steps have a data step of their own, not that of `Steps`, whose module imports megatron-core."""
-    own = getattr(type(steps), "data_step", None)
-    return own is not None and own.__qualname__ != "Steps.data_step"
+    own = getattr(steps, "data_step", None)
+    return own is not None and getattr(own, "__qualname__", "") != "Steps.data_step"
 
 
 def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:
@@ -160,9 +168,36 @@ def check_text(corpus: Corpus, maker: SampleMaker) -> None:
             )
 
 
+def check_ends(corpus: Corpus, maker: SampleMaker) -> None:
+    """Raise UserError unless the data are running text in which documents end as the options of the run say."""
+    ends = maker.ends
+    if not ends.given:
+        return
+    if maker.objective is not Objective.NEXT or corpus.kind != RUNNING_TEXT or corpus.counts_some:
+        data = "conversations" if corpus.counts_some else corpus.kind.words
+        raise UserError(
+            f"{ends.flags} are for running text of which each next token is predicted; {maker.graph.name} predicts "
+            f"{maker.objective.value}, and the data are {data}\nomit the options"
+        )
+    if is_synthetic(corpus):
+        raise UserError(f"{ends.flags}: made-up text has no documents\nomit the options, or give --data")
+    token = ends.token(corpus.ids.eos, corpus.ids.name)
+    first = corpus.train.ranges[0]
+    if not bool((first.dataset.array[first.start : min(first.stop, first.start + COUNTED_TOKENS)] == token).any()):
+        raise UserError(
+            f"{ends.flags}: the training text has no end-of-document token {token}\n"
+            "make the data with --append-eos, or give another --eod-token"
+        )
+
+
 def empty_validation(corpus: Corpus, split: str | None) -> str | None:
     """Return a text that says so if the validation part of the data is empty, else None. split: as given."""
-    return None if corpus.validation else f"the validation part of --split {split or DEFAULT_SPLIT} is empty"
+    return None if corpus.validation else empty_part(PARTS[1], split)
+
+
+def empty_part(name: str, split: str | None) -> str:
+    """Return a text that says that a part of the data is empty. split: as given."""
+    return f"the {name} part of --split {split or DEFAULT_SPLIT} is empty"
 
 
 def check_keep_best(corpus: Corpus, split: str | None, best: int) -> None:
@@ -197,6 +232,16 @@ def check_rampup(recipe: Recipe, plan: Plan) -> None:
                 f"--rampup-{flag} {size} is not a multiple of {unit}, the sequences of a micro-batch on all "
                 f"data-parallel ranks\ngive a multiple of {unit}, or a smaller --micro-batch"
             )
+
+
+def training_sample(part: DataPart, maker: SampleMaker, steps: Steps, i: int, seed: int) -> Sample:
+    """Return sample i of training. Raise UserError as `sample_of` does."""
+    return sample_of(part.sample(i, seq=maker.length - 1, seed=seed), maker, steps, i, seed)
+
+
+def held_out_sample(part: DataPart, maker: SampleMaker, steps: Steps, i: int) -> Sample:
+    """Return sample i of an evaluation. Raise UserError as `sample_of` does."""
+    return sample_of(part.held_out_sample(i, seq=maker.length - 1), maker, steps, i, 0)
 
 
 def sample_of(window: Window, maker: SampleMaker, steps: Steps, i: int, seed: int) -> Sample:

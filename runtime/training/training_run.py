@@ -16,6 +16,7 @@ from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.metrics.stage_time import StageTime
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument
 
 from .evaluation_options import DEFAULT_EVALUATION, EvaluationOptions
 
@@ -44,6 +45,7 @@ class TrainingRun:
     asynchronous_saves: bool = False  # training goes on while a checkpoint is written
     steps: object = None  # with any of the methods of `Steps`, or a `StepsReference`
     evaluation: EvaluationOptions = DEFAULT_EVALUATION
+    ends: EndOfDocument = NO_ENDS
     watching: Watching = field(factory=Watching)
     weights: Path | None = None  # a folder with the initial weights; None for random ones
     options_before: Mapping[str, Any] | None = None  # of run.json, if the folder had one

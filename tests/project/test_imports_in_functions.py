@@ -49,6 +49,7 @@ REASONS = {
     "examples/scripts/labelled_data.py": "Pillow is an extra",
     "examples/scripts/small_llama.py": "`--help` does not wait for transformers",
     "examples/scripts/key_tokens.py": "a declaration imports torch only when it is trained",
+    "examples/scripts/own_data.py": "megaloom.runtime prepares megatron-core, and datasets takes seconds",
     "examples/scripts/own_loss.py": "a declaration imports torch only when it is trained",
     "examples/scripts/own_steps.py": "a declaration imports torch only when it is trained",
     "examples/scripts/distil.py": "a declaration imports torch only when it is trained",

@@ -126,7 +126,7 @@ def _train(
         declared, ref = find(model, arguments)
         declared, folder = adapters.added_to(declared, ref), options["out"] or Path("runs") / file_name(ref)
         workload = _workload(load_options)
-        data = DataOptions(options["data"], options["split"], options["epochs"])
+        data = DataOptions(options["data"], options["split"], options["epochs"], options["ends"])
         check_start(declared, workload.seq, folder, data, options["weights"], options["steps_from"])
         make = partial(search, declared, workload=workload, ref=ref, fixed=fixed_fields(fixed), advice=devices_option)
         return make_plan(make, load_options["devices"], fixed, machine, workload.precision), folder
@@ -137,7 +137,7 @@ def _train(
     print_on_first_rank(plan_report(plan), *([note] if note else []))
     every = {name: options[name] for name in ("save_every", "evaluate_every", "evaluate_batches", "evaluate_all")}
     try:
-        data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
+        data = {"source": options["data"], **{name: options[name] for name in ("split", "epochs", "ends")}}
         retention = Retention(options["keep_last"], options["keep_best"])
         saving = {"retention": retention, "asynchronous_saves": options["async_save"], "watching": options["watching"]}
         saving |= {"evaluation": options["evaluation"], "steps": options["steps_from"]}
@@ -157,8 +157,13 @@ def _train(
     resume |= {**every, **{name: options[name] for name in ("keep_last", "keep_best", "async_save")}}
     resume["steps_from"] = options["steps_from"]
     resume["set"] = () if _is_plan(model) or is_run(model) else as_words(arguments)
-    others = {**asdict(options["watching"]), **asdict(options["evaluation"]), "profile": None}
-    resume |= {name: value for name, value in others.items() if value}
+    others = {
+        **asdict(options["watching"]),
+        **asdict(options["evaluation"]),
+        **asdict(options["ends"]),
+        "profile": None,
+    }
+    resume |= {name: value for name, value in others.items() if value is not None and value is not False}
     steps = 2 * max(summary.step, recipe.steps if options["epochs"] is None else 0)
     by_steps = options["epochs"] is None
     resume |= {"steps": steps} if by_steps else {"steps": None, "epochs": 2 * options["epochs"]}

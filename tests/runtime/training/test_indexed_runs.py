@@ -2,26 +2,31 @@
 
 import json
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from attrs import evolve
 
 from megaloom.dsl import graph
+from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
-from megaloom.runtime import Recipe, Summary, train
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe, Summary, read_data, shard, train
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders, read
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.indexed import open_indexed
 from megaloom.runtime.data.preprocess import preprocess
 from megaloom.runtime.data.preprocess_options import Preprocessing
 from megaloom.runtime.data.rows import Keys
+from megaloom.runtime.launch import launcher
 from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.training.evaluated_text import evaluated_data, open_texts
 from megaloom.runtime.training.evaluation import evaluate_run
 from megaloom.runtime.training.run_data import check_rampup, check_text
 from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template
+from tests.support.limits import LIMIT
 from tests.support.models.small import byte_llama
 from tests.support.paths import TEST_MODELS, TESTS
 
@@ -82,6 +87,21 @@ def test_a_run_on_a_blend_is_evaluated_on_both_other_parts(
     assert read(checkpoint_folders(folder)[-1]).manifest.data == corpus.digest
     assert (folder / "tokenizer" / "tokenizer.json").exists()
     assert not (folder / "data").exists()  # an indexed dataset is read where it is
+
+
+def read_in_own_loop(plan: Plan, blend: list[str]) -> list[float]:
+    """On each rank: losses of four steps on what `read_data` reads, and that of the validation and the test part."""
+    engine = shard(find(plan.model)[0], plan, RECIPE)
+    data = read_data(engine, blend, split="94,4,2")
+    losses = [engine.step(batch).loss for batch in islice(data.training(step=engine.done), RECIPE.steps)]
+    return [*losses, engine.evaluate(data.validation()).loss, engine.evaluate(data.test()).loss]
+
+
+def test_an_own_loop_reads_the_same_samples(finished: tuple[Path, Summary], blend: list[str], plan_of) -> None:
+    folder, done = finished
+    (losses,) = launcher.run(read_in_own_loop, (plan_of("byte_llama", Layout()), blend), 1, timeout=LIMIT)
+    assert losses[:4] == pytest.approx(curve(folder), abs=1e-5)
+    assert losses[4:] == pytest.approx([done.held_out.loss, done.test.loss], abs=1e-5)
 
 
 def test_evaluated_by_dataset_it_has_the_loss_of_the_run(
