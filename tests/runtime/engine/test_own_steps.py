@@ -122,7 +122,7 @@ class Objective:
 
 
 def losses_of(plan: Plan) -> dict[str, list[float]]:
-    """On each rank: losses and gradient norms of each objective, and the loss of an evaluation but of pairs."""
+    """On each rank: losses and gradient norms of each objective, and the loss of an evaluation."""
     out = {}
     for name in OBJECTIVES:
         if name == "key_tokens_by_megatron" and plan.layout.cp > 1:
@@ -132,9 +132,8 @@ def losses_of(plan: Plan) -> dict[str, list[float]]:
         own = [{k: x[dp_rank * size :][:size] for k, x in rows(step).items()} for step in range(STEPS)]
         steps = [engine.step(batch) for batch in own]
         out[name] = [value for r in steps for value in (r.loss, r.grad_norm)]
-        if name not in OF_PAIRS:  # an evaluation takes one sequence at a time
-            held_out = engine.evaluate(own[:1])
-            out[name].append(held_out.loss)
+        held_out = engine.evaluate(own[:1], micro_batch=2 if name in OF_PAIRS else 1)
+        out[name].append(held_out.loss)
         if name == "key_tokens":
             for r in (*steps, held_out):
                 assert r.report[REPORTED] == pytest.approx(r.terms["next_token.0"], rel=1e-5)
