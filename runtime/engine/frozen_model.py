@@ -44,7 +44,7 @@ UNUSED_SEED = 0  # of generators that megatron-core needs; nothing is drawn
 
 @frozen
 class Collected:
-    """What is made of the outputs of micro-batches."""
+    """A function that makes tensors of the outputs of a micro-batch, and what it has returned so far."""
 
     make: NewTensors
     found: list[Mapping[str, Tensor]] = field(factory=list)
