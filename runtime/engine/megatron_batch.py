@@ -27,8 +27,9 @@ PACKED_ADVICE = "declare packed(model), or give --set padded=true for a Hugging 
 def as_inputs(batch: Any, graph: Graph, seq: int, *, more: bool = False) -> Any:
     """Return a batch whose tensors have the names of the model's inputs; None for one that has None for each tensor.
 
-    more: steps of the user's own read further tensors, so they keep the original ones too. A batch without the three
-    names is returned as it is. Raise UserError for a tensor that is not what the model does.
+    more: steps of the user's own read further tensors, so they keep `loss_mask`, `position_ids` and `attention_mask`
+    too. A batch without these three and without `input_ids` stays as it is. Raise UserError for a tensor that is not
+    what the model does.
     """
     if not isinstance(batch, Mapping):
         return batch
@@ -61,7 +62,7 @@ def as_sample(sample: Any, graph: Graph, seq: int, *, more: bool = False) -> Any
 def _translated(
     out: dict[str, Any], given: Mapping[str, Tensor], graph: Graph, seq: int, *, more: bool
 ) -> dict[str, Any]:
-    """Return the inputs of a model. out: tensors by its own names. given: those by the three names."""
+    """Return the inputs of a model. out: tensors by its own names. given: those of `MEGATRON_NAMES`."""
     count = max((len(x) for x in out.values() if isinstance(x, Tensor) and x.dim()), default=0)
     given = {name: _expanded(name, x, count, seq) for name, x in given.items()}
     reading = _Reading.of(graph)
@@ -85,10 +86,10 @@ def _translated(
 
 @frozen
 class _Reading:
-    """The declared answers to the three tensors: the inputs for them, causality, and kinds of learned positions."""
+    """What a model declares about masks and positions: inputs for them, causality, kinds of learned positions."""
 
     model: str
-    mask: Node | None  # of the loss, with 0 and 1, or weights
+    masks: tuple[Node, ...]  # of losses, with 0 and 1, or weights
     documents: Node | None
     causal: bool | None  # None: some attention is causal, and other is not
     restarts: bool
@@ -102,12 +103,17 @@ class _Reading:
         ops = {v.op.causal for n in graph.nodes for v, *_ in primitives(n.value) if isinstance(v.op, Attend)}
         return cls(
             graph.name,
-            masks[0] if len(masks) == 1 else None,
+            tuple(masks),
             indices[0] if len(indices) == 1 else None,
             True if not ops else next(iter(ops)) if len(ops) == 1 else None,
             restarts(graph),
             counts_along(graph),
         )
+
+    @property
+    def mask(self) -> Node | None:
+        """Return the only mask of the losses; None if there is none, or several."""
+        return self.masks[0] if len(self.masks) == 1 else None
 
     @property
     def name(self) -> str:
@@ -119,6 +125,9 @@ class _Reading:
         own = None if self.mask is None else out.get(self.mask.name)
         if loss is None:
             return own
+        if len(self.masks) > 1 and not more:
+            names = ", ".join(n.name for n in self.masks)
+            raise UserError(f"{LOSS_MASK} of a batch is one mask, and {self.model} has {names}\ngive each by its name")
         if self.mask is None:
             if not more and not bool((loss == 1).all()):
                 raise UserError(

@@ -86,6 +86,7 @@ def check_data(options: DataOptions, maker: SampleMaker) -> None:
     """Raise UserError for data that `open_data` refuses, as far as that shows without copying text."""
     options.ends.check(maker.graph)
     if options.sources == (SYNTHETIC,):
+        _check_made_up(options.ends)
         return
     maker = evolve(maker, kind=kind_of(options.sources))
     corpus = indexed_corpus(options.sources, options.split, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
@@ -180,7 +181,7 @@ def check_ends(corpus: Corpus, maker: SampleMaker) -> None:
             f"{maker.objective.value}, and the data are {data}\nomit the options"
         )
     if is_synthetic(corpus):
-        raise UserError(f"{ends.flags}: made-up text has no documents\nomit the options, or give --data")
+        _check_made_up(ends)
     token = ends.token(corpus.ids.eos, corpus.ids.name)
     first = corpus.train.ranges[0]
     if not bool((first.dataset.array[first.start : min(first.stop, first.start + COUNTED_TOKENS)] == token).any()):
@@ -188,6 +189,12 @@ def check_ends(corpus: Corpus, maker: SampleMaker) -> None:
             f"{ends.flags}: the training text has no end-of-document token {token}\n"
             "make the data with --append-eos, or give another --eod-token"
         )
+
+
+def _check_made_up(ends: EndOfDocument) -> None:
+    """Raise UserError for options that need documents."""
+    if ends.given:
+        raise UserError(f"{ends.flags}: made-up text has no documents\nomit the options, or give --data")
 
 
 def empty_validation(corpus: Corpus, split: str | None) -> str | None:

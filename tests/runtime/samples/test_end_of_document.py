@@ -25,6 +25,7 @@ from megaloom.dsl import (
     packed,
     residual,
     weight,
+    without_loss,
 )
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.token_ids import BYTE_IDS
@@ -154,6 +155,13 @@ def changed(**other: Any) -> dict[str, Any]:
     return {**{name: torch.stack([s[name] for s in samples]) for name in samples[0]}, **other}
 
 
+def twice_masked() -> Model:
+    """Return a decoder with two losses, each with a mask of its own."""
+    logits = without_loss(decoder()).outputs[0]
+    losses = [logits >> NextToken(mask=mask(name)) for name in ("first", "second")]
+    return model("twice", losses[0] + losses[1])
+
+
 CAUSAL = torch.ones(4, 1, SEQ, SEQ).tril() < 0.5
 ALONG = torch.arange(SEQ).expand(4, SEQ)
 TEXT = torch.tensor([[1] * 9 + [0] * 3] * 4)
@@ -172,6 +180,7 @@ REFUSED: dict[str, tuple[Model, dict[str, Any], str]] = {
     "loss without a mask": (packed(tiny_gpt()), changed(), "the loss of tiny-gpt has no mask"),
     "two masks": (PACKED, changed(mask=torch.ones(4, SEQ)), "loss_mask and mask of a batch differ: give one"),
     "two documents": (PACKED, changed(documents=ALONG), "attention_mask and documents of a batch tell of different"),
+    "several masks": (twice_masked(), changed(attention_mask=None), "is one mask, and twice has first, second\ngive"),
     "half a batch": (PACKED, changed(labels=None), "a batch has None for labels, and tensors of other names"),
     "a list": (PACKED, changed(loss_mask=[1]), "loss_mask of a batch is a list: it must be a tensor"),
     "padding at the front": (PACKED, changed(attention_mask=1 - TEXT), "must be 1 for text, then 0 for padding"),

@@ -125,6 +125,8 @@ def own_data(prefix: str, run: TrainingRun, plan: Plan) -> dict[str, Any]:
     own = torch.full((1 + groups.dp_rank,), float(groups.dp_rank))
     joined = engine.gathered_over_dp(own)
     out["uneven"] = None if joined is None else joined.tolist()
+    few = DataLoader([data.sample(i) for i in range(ROWS)], batch_size=3) if first else None
+    out["losses"] += [engine.evaluate(shard_loader(engine, few, evaluates=True)).loss]
     rows = [{**data.sample(i), "number": torch.tensor(i)} for i in range(ROWS)]
     out["loaders"] = loaders(engine, rows, first)
     out["refused"] = refusals(engine, data, rows, first)
@@ -226,7 +228,7 @@ def test_losses_are_those_of_one_process(layout: str, results: Results) -> None:
         assert rank["resumes"]
         for name in ("losses", "megatron", "steps"):
             assert rank[name] == pytest.approx(one[name], abs=1e-5)
-        assert rank["megatron"] == pytest.approx(rank["losses"], abs=1e-6)
+        assert rank["megatron"] == pytest.approx(rank["losses"][:3], abs=1e-6)
         assert rank["held out"][:2] == pytest.approx(one["held out"][:2], abs=1e-5)
         assert rank["held out"][2] == one["held out"][2]
 
