@@ -13,6 +13,7 @@ from attrs import evolve, fields_dict, frozen
 
 from megaloom.dsl.dims import Sizes
 from megaloom.dsl.facts.primitives import output_elements
+from megaloom.planner.contract.choices import Shard
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost import communication, memory
 from megaloom.planner.cost.columns import ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
@@ -129,10 +130,10 @@ def _parameters(rows: Rows, priced: Layouts, cache: CostCache) -> Column:
 
 
 def _state(base: Layouts, params: Column, experts: Column, fixed: Column, cache: CostCache) -> Rows:
-    """Return the bytes of weights, gradients and optimizer state, without and with the distributed optimizer."""
+    """Return the bytes of weights, gradients and optimizer state, for each value of `shard`: [layouts, values]."""
     out = []
-    for on in (0, 1):
-        layouts = evolve(base, shard=np.full(len(base), on))
+    for shard in Shard:
+        layouts = evolve(base, shard=np.full(len(base), int(shard)))
         precision, profile = cache.workload.precision, cache.profile
         state = memory.state_bytes(params, experts, layouts, precision, profile, frozen_params=fixed)
         out.append(state.total)

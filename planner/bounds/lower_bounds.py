@@ -13,7 +13,7 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.choices import Module, Recompute
+from megaloom.planner.contract.choices import Module, Recompute, Shard
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost.columns import STEP_COLUMNS
 from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS, CostCache
@@ -156,7 +156,7 @@ class LowerBounds:
         ones, interleaved = np.ones(len(x), dtype=np.int64), _may_interleave(x, self.cache)
         x = evolve(x, recompute_layers=0 * ones)
         fast = evolve(x, recompute=int(Recompute.NONE) * ones, vpp=1 + interleaved)
-        small = evolve(x, vpp=ones, shard=np.minimum(1, x.dp * x.cp - 1))
+        small = evolve(x, vpp=ones, shard=np.where(x.dp * x.cp > 1, int(max(Shard)), int(Shard.NONE)))
         passes = _least_passes(x, interleaved, self.cache.workload.batch)
         nbytes = np.minimum(self._nbytes(small, base, FULL), self._nbytes(small, base, IDEAL))
         return self._pipeline_seconds(fast, base, passes) + self._counting_seconds(x, base), nbytes

@@ -131,4 +131,4 @@ NOTHING_FIXED, SEARCH_ALL = FixedLayout(), TrainedLayout()
 def fixed_fields(fixed: FixedLayout) -> dict[str, Any]:
     """Return the layout fields that the user has fixed, by name."""
     values = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
-    return {name: Shard(value) if name == "shard" else value for name, value in values.items()}
+    return {name: Shard.switched(value) if name == "shard" else value for name, value in values.items()}

@@ -8,7 +8,7 @@ it can stand in an array of layouts. `ModuleSet` and `OverlapSet` are bit masks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum, StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, "Column")
 """A layout field: a number in one layout, a column of numbers in many. True is 1; choices and sets are numbers too."""
 
+C = TypeVar("C", bound="Choice")
+
 
 class Choice(IntEnum):
     """One of several named values; `Recompute("full")` is `Recompute.FULL`, and `str` gives the name back."""
@@ -31,6 +33,14 @@ class Choice(IntEnum):
     @classmethod
     def _missing_(cls, value: object) -> Choice | None:
         return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
+    @classmethod
+    def look_up(cls: type[C], choice: N, table: Mapping[C, N | int]) -> N:
+        """Return the number that a table has for a choice, or for each of a column. Raise KeyError if it lacks any."""
+        if missing := [str(known) for known in cls if known not in table]:
+            raise KeyError(f"a table by {cls.__name__} has no {', '.join(missing)}")
+        number: N = sum(number * (choice == known) for known, number in table.items())
+        return number
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -69,10 +79,15 @@ class Module(Member):
 
 
 class Shard(Choice):
-    """State that is sharded over data-parallel ranks."""
+    """State that is sharded over data-parallel ranks. Each value shards more of it than the one before."""
 
     NONE = 0
     OPTIMIZER = 1  # megatron-core's distributed optimizer, ZeRO 1
+
+    @classmethod
+    def switched(cls, on: bool) -> Shard:
+        """Return the value that a switch of the distributed optimizer stands for."""
+        return cls.OPTIMIZER if on else cls.NONE
 
 
 class Overlap(Member):
@@ -145,8 +160,8 @@ def module_set(names: int | Iterable[str]) -> ModuleSet:
 
 def default_overlaps(shard: N) -> N:
     """Return the mask of the overlaps that cost nothing, which a layout has unless it says otherwise."""
-    mask: N = Overlap.GRADIENTS.bit + Overlap.WEIGHTS.bit * (shard == Shard.OPTIMIZER)
-    return mask
+    gradients = Overlap.GRADIENTS.bit
+    return Shard.look_up(shard, {Shard.NONE: gradients, Shard.OPTIMIZER: gradients + Overlap.WEIGHTS.bit})
 
 
 @frozen

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megaloom.dsl.sharding_table import Split
 
 VOCAB_MULTIPLE = 128  # as Megatron-LM's --make-vocab-size-divisible-by: matrix products over an odd size are slow
+DISTRIBUTED = {Shard.NONE: 0, Shard.OPTIMIZER: 1}  # whether Megatron's distributed optimizer runs
 MOST = 2**20  # of any degree or count: more than any published run had, and few enough to simulate
 
 
@@ -145,21 +146,19 @@ class LayoutFields(Generic[N]):
 
     @property
     def distributed_optimizer(self) -> N:
-        """True where the state of the optimizer is sharded over data-parallel ranks."""
-        sharded: N = self.shard == Shard.OPTIMIZER
-        return sharded
+        """True where Megatron's distributed optimizer runs."""
+        switched: N = Shard.look_up(self.shard, DISTRIBUTED) == 1
+        return switched
 
     @property
     def dense_shards(self) -> N:
         """Return the number of devices that share the optimizer's state of a dense weight."""
-        shards: N = 1 + self.distributed_optimizer * (self.dp * self.cp - 1)
-        return shards
+        return Shard.look_up(self.shard, {Shard.NONE: 1, Shard.OPTIMIZER: self.dp * self.cp})
 
     @property
     def expert_shards(self) -> N:
         """Return the number of devices that share the optimizer's state of an expert weight."""
-        shards: N = 1 + self.distributed_optimizer * (self.edp - 1)
-        return shards
+        return Shard.look_up(self.shard, {Shard.NONE: 1, Shard.OPTIMIZER: self.edp})
 
     @property
     def full_recompute(self) -> N:
@@ -213,6 +212,12 @@ FIELDS: Mapping[str, LayoutField] = {
 def flag_of(name: str) -> str:
     """Return the command-line flag of an option, such as a layout field, by its name."""
     return FIELDS[name].flag if name in FIELDS else "--" + name.replace("_", "-")
+
+
+def switch(name: str, value: int) -> str:
+    """Return the word of an option that is on or off: `--sequence-parallel`, `--no-distributed-optimizer`."""
+    on = DISTRIBUTED[value] if isinstance(value, Shard) else value
+    return flag_of(name) if on else flag_of(name).replace("--", "--no-", 1)
 
 
 @frozen(kw_only=True)

@@ -13,7 +13,14 @@ from typing import NoReturn
 
 from megaloom.dsl import Graph
 from megaloom.dsl.sharding_table import padded_vocabulary
-from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Overlap, OverlapSet, Recompute, default_overlaps
+from megaloom.planner.contract.choices import (
+    MICROBATCH_OVERLAPS,
+    Overlap,
+    OverlapSet,
+    Recompute,
+    Shard,
+    default_overlaps,
+)
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
@@ -96,7 +103,7 @@ def _check_layout(x: Layout, flavor: Flavor) -> None:
         _refuse(what, "plan with --recompute full")
     if x.microbatch_group not in (0, x.pp):
         _refuse(f"microbatch group {x.microbatch_group}: its groups have pp = {x.pp} micro-batches")
-    if x.dp * x.cp > 1 and not x.distributed_optimizer and x.world > x.dp:
+    if x.dp * x.cp > 1 and x.shard is Shard.NONE and x.world > x.dp:
         what = f"dp {x.dp} without a sharded optimizer, together with other axes"
         _refuse(what, "plan with --distributed-optimizer")
     if flavor.decoder.moe and x.etp not in ((1, x.tp) if x.ep > 1 else (x.tp,)):
@@ -126,8 +133,9 @@ def _training(plan: Plan) -> Iterator[tuple[str, object]]:
 
 
 def _parallelism(x: Layout, stages: tuple[StageLayers, ...]) -> Iterator[tuple[str, object]]:
-    yield "data_parallel_replicate_degree", 1 if x.distributed_optimizer else x.dp
-    yield "data_parallel_shard_degree", x.dp if x.distributed_optimizer else 1
+    replicas, shards = {Shard.NONE: (x.dp, 1), Shard.OPTIMIZER: (1, x.dp)}[x.shard]
+    yield "data_parallel_replicate_degree", replicas
+    yield "data_parallel_shard_degree", shards
     yield "fsdp_reshard_after_forward", "never"  # weights gathered for the forward pass stay for the backward pass
     yield "tensor_parallel_degree", x.tp
     yield "context_parallel_degree", x.cp

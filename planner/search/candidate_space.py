@@ -113,7 +113,7 @@ class CandidateSpace:
         of their own.
         """
         base = self._unchecked_base_layouts()
-        plain = evolve(base, shard=np.full(len(base), shard_choices(0, self.fixed)[0]))
+        plain = evolve(base, shard=np.full(len(base), shard_choices(False, self.fixed)[0]))
         plain = evolve(plain, overlaps=self._overlaps(plain) & ~Overlap.EXPERTS.bit)  # expert overlap needs chunks
         of_variants = {rule.id for rule, _ in self._variant_rules}
         mask = legal((rule for rule in self._rules if rule.id not in of_variants), self._case(plain))
@@ -212,7 +212,7 @@ class CandidateSpace:
             modules = np.concatenate([np.zeros((len(base), 1), dtype=np.int64), family], axis=1)
             layouts = evolve(layouts, recompute_modules=modules[numbers, layouts.recompute_modules])
         several = (layouts.dp * layouts.cp > 1).astype(np.int64)
-        shards = [column("shard", shard_choices(on, self.fixed)) for on in (0, 1)]
+        shards = [column("shard", shard_choices(on, self.fixed)) for on in (False, True)]
         layouts, numbers = layouts.spread(shards, several), _repeat(numbers, shards, several)
         return evolve(layouts, overlaps=self._overlaps(layouts)), numbers
 

@@ -59,6 +59,6 @@ def complexity(x: Layout) -> tuple[int, ...]:
     """Return a key that orders layouts by simplicity: axes in use, recompute, degrees, switches."""
     degrees = (x.pp, x.tp, x.cp, x.ep, x.etp, x.vpp)
     recompute = int(x.recompute)
-    switches = x.sequence_parallel + x.distributed_optimizer + x.microbatch_overlap_bits.bit_count()
+    switches = x.sequence_parallel + x.shard + x.microbatch_overlap_bits.bit_count()
     details = len(x.recomputed_modules), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
     return sum(n > 1 for n in degrees), recompute, sum(degrees), *details

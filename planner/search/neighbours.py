@@ -97,7 +97,7 @@ def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
     yield evolve(x, microbatch_group=0)
     if x.tp > 1:
         yield evolve(x, sequence_parallel=not x.sequence_parallel)
-    yield evolve(x, shard=Shard(not x.shard))
+    yield from (evolve(x, shard=shard) for shard in Shard if shard is not x.shard)
     for overlap in pricer.inner:
         yield evolve(x, overlaps=OverlapSet(x.overlaps ^ overlap.bit))
 
@@ -114,7 +114,7 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
         sequence_parallel=sp,
         vpp=x.vpp if x.pp > 1 else 1,
         microbatch_group=group,
-        shard=Shard(x.distributed_optimizer and x.dp * x.cp > 1),
+        shard=x.shard if x.dp * x.cp > 1 else Shard.NONE,
     )
     inner = {Overlap.TENSOR: sp, Overlap.EXPERTS: x.ep > 1 and not x.full_recompute and (x.pp == 1 or x.vpp > 1)}
     switched_off = {*OverlapSet(default_overlaps(origin.shard))} - {*origin.overlaps}
@@ -140,7 +140,7 @@ def _change(layout: Layout, other: Layout) -> str:
         )
     for name, feature in (
         ("sequence_parallel", "sequence parallelism"),
-        ("shard", "the distributed optimizer"),
+        ("distributed_optimizer", "the distributed optimizer"),
     ):
         if getattr(other, name) != getattr(layout, name) and (name != "sequence_parallel" or layout.tp == other.tp):
             parts.append(f"{'with' if getattr(other, name) else 'without'} {feature}")

@@ -13,7 +13,7 @@ import numpy as np
 from attrs import evolve
 
 from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Shard
-from megaloom.planner.contract.layout import FIELDS, Layout
+from megaloom.planner.contract.layout import FIELDS, Layout, switch
 from megaloom.planner.contract.layouts import Layouts, Rows
 from megaloom.planner.model.requirements import model_requirements
 
@@ -82,7 +82,7 @@ def _option(name: str, value: Any) -> str:
     """Return one field and its value as an option."""
     row = FIELDS[name]
     if row.kind is bool or row.kind is Shard:
-        return row.flag if value else row.flag.replace("--", "--no-", 1)
+        return switch(name, row.kind(value))
     return f"{row.flag} {value_text(value)}"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.choices import Module, Overlap, Recompute
+from megaloom.planner.contract.choices import Module, Overlap, OverlapSet, Recompute, Shard, default_overlaps
 from megaloom.planner.contract.layouts import Column
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.rules.divisors import divisors
@@ -59,9 +59,11 @@ def microbatch_groups(pp: int, microbatches: int) -> tuple[int, ...]:
     return tuple(n if n != pp else 0 for n in sizes)
 
 
-def shard_choices(several: int, fixed: FixedAxes) -> tuple[int, ...]:
-    """Return the values of `shard` to try; `several` is 1 where several devices share a weight, else 0."""
-    return field_choices("shard", fixed, (1,) if Overlap.WEIGHTS in fixed.get("overlaps", ()) else range(1 + several))
+def shard_choices(several: bool, fixed: FixedAxes) -> tuple[int, ...]:
+    """Return the values of `shard` to try. several: whether several devices share a weight."""
+    if Overlap.WEIGHTS in fixed.get("overlaps", ()):
+        return field_choices("shard", fixed, (x for x in Shard if Overlap.WEIGHTS in OverlapSet(default_overlaps(x))))
+    return field_choices("shard", fixed, Shard if several else (Shard.NONE,))
 
 
 @lru_cache(maxsize=1 << 14)

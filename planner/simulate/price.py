@@ -13,7 +13,7 @@ from functools import cached_property
 from attrs import frozen
 
 from megaloom.dsl.dims import NBYTES, DType
-from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.choices import Overlap, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
@@ -213,13 +213,15 @@ def end_of_step(
     optimizer, precision, cluster = job.profile.optimizer, job.workload.precision, job.cluster
     sizes = ((params, communication.process_group("dp", layout)), (experts, communication.process_group("edp", layout)))
     parts = [(n, group) for n, group in sizes if n]
-    reduce, norm = "all_reduce", [communication.process_group(axis, layout) for axis in ("pp", "tp")]
-    if layout.distributed_optimizer:
-        reduce, norm = "reduce_scatter", [ProcessGroup(layout.world, 1)]
+    one_copy = [communication.process_group(axis, layout) for axis in ("pp", "tp")]
+    reduce, gathers, norm = {
+        Shard.NONE: ("all_reduce", 0, one_copy),
+        Shard.OPTIMIZER: ("reduce_scatter", 1, [ProcessGroup(layout.world, 1)]),
+    }[layout.shard]
     exposed = []  # seconds of gradient reduction and weight gather
     for kind, overlap, nbytes, hidden in (
         (reduce, Overlap.GRADIENTS, optimizer.gradient_nbytes, window.backward),
-        ("all_gather", Overlap.WEIGHTS, precision.nbytes * layout.distributed_optimizer, window.forward),
+        ("all_gather", Overlap.WEIGHTS, precision.nbytes * gathers, window.forward),
     ):
         whole = [(nbytes * n, group) for n, group in parts]
         last = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]

@@ -26,7 +26,7 @@ from megaloom.planner.cli.adapter_options import AdapterOptions
 from megaloom.planner.cli.arguments import FixedLayout, fixed_fields
 from megaloom.planner.contract.capability import differences
 from megaloom.planner.contract.choices import Shard
-from megaloom.planner.contract.layout import flag_of
+from megaloom.planner.contract.layout import flag_of, switch
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, PlanError
@@ -295,5 +295,5 @@ def _flag(name: str, value: Any) -> tuple[str, ...]:
     if name == "set":
         return tuple(part for word in value for part in (flag, word))
     if isinstance(value, bool | Shard):
-        return (flag if value else f"--no-{flag.removeprefix('--')}",)
+        return (switch(name, value),)
     return (flag, *(value or ("none",))) if isinstance(value, tuple) else (flag, str(value))

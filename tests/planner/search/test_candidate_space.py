@@ -9,7 +9,7 @@ import pytest
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama
-from megaloom.planner.contract.choices import Module, Overlap, Recompute
+from megaloom.planner.contract.choices import Module, Overlap, Recompute, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.plans import PlanError
@@ -92,7 +92,7 @@ SITE_RULES: list[tuple[Fields, Fields, Fields, Condition]] = [
         {"pp": 2},
         {"shard": "none"},
         {"shard": "optimizer"},
-        lambda case: (case.layout.dp == 1) | (case.layout.shard != 0),
+        lambda case: (case.layout.dp == 1) | (case.layout.shard == Shard.OPTIMIZER),
     ),
 ]
 

@@ -133,7 +133,7 @@ def skipping(plan: Plan, folder: Path, start: int) -> tuple[list[float], list[bo
         before = state(engine)
         result = engine.step(lambda i, step=step: sample(4 * step + i))  # type: ignore[misc]
         end()
-        assert engine.plan.layout.shard or equal(before, state(engine)) == result.skipped
+        assert engine.plan.layout.distributed_optimizer or equal(before, state(engine)) == result.skipped
         losses.append(result.loss)
         skips.append(result.skipped)
         if engine.done == 3 and not start:
