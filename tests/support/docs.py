@@ -23,6 +23,7 @@ from math import log10
 from pathlib import Path
 from textwrap import dedent
 
+from tests.support.coming_from import sections
 from tests.support.paths import ROOT
 
 SECTION = re.compile(r"(<!-- begin (\w+) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
@@ -324,6 +325,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "python_api": _python_api,
     "devices": _devices,
     "map": _map,
+    **sections(),
 }
 
 

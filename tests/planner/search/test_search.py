@@ -31,7 +31,7 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import TIE_RATIO, device_mesh
-from megaloom.planner.search.pricing import Pricer
+from megaloom.planner.search.pricing import Pricer, price
 from megaloom.planner.search.search import (
     PROVEN_MESHES,
     SIMULATED,
@@ -274,3 +274,13 @@ def test_a_model_with_nothing_to_recompute_has_a_plan() -> None:
     assert planned(bigram, "8xH100").best.layout.world == 8
     with pytest.raises(UserError, match="recompute"):
         planned(bigram, "8xH100", recompute="full")
+
+
+def test_very_long_sequences_are_quicker_over_cp() -> None:
+    """Llama 3 8B on 131,072 tokens: cp beside tp, not sequence parallelism over tp alone."""
+    g, machine = graph(llama3_8b()), cluster("64xH100")
+    work = Workload(seq=131_072, batch=16)
+    sequence = Layout(tp=8, sequence_parallel=True, dp=8, shard="optimizer", recompute="full")
+    context = evolve(sequence, tp=2, cp=8, dp=4)
+    over_tp, over_cp = (price(g, x, machine, work).prediction for x in (sequence, context))
+    assert over_cp.step_seconds < over_tp.step_seconds

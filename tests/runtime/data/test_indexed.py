@@ -48,6 +48,7 @@ def test_we_read_theirs(kind: type, tmp_path: Path) -> None:
     ours.check()
     assert (ours.documents, ours.sequences, ours.tokens) == (4, 4, 10)
     assert [ours.document(i).tolist() for i in range(4)] == [d.tolist() for d in DOCUMENTS]
+    assert isinstance(ours.array, np.memmap)
     copy = pickle.loads(pickle.dumps(ours))
     assert copy == ours
     assert copy.array.tolist() == ours.array.tolist()

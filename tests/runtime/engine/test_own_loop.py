@@ -3,6 +3,7 @@
 from pathlib import Path
 from socket import gethostname
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,10 +38,14 @@ def own(plan: Plan, dp_rank: int, step: int) -> Any:
 
 def looped(plan: Plan, folder: Path) -> dict[str, Any]:
     """On each rank: two steps of the user's loop, an evaluation of uneven batches, logits, and a step after a load."""
+    from megatron.core import parallel_state
+
     engine = shard(find(plan.model)[0], plan, RECIPE)
     dp_rank = engine.groups.dp_rank
     losses = [engine.step(own(plan, dp_rank, step)).loss for step in (0, 1)]
     logits = engine.logits(next_token(TOKENS[:3]))
+    at_ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    assert at_ends == (engine.groups.pp_rank == 0, logits is not None)
     uneven = [next_token(TOKENS[:2]), TOKENS[2:3]] if dp_rank == 0 else [TOKENS[3:8]]
     if plan.layout.dp == 1:
         uneven = [TOKENS[:5], TOKENS[5:8]]
@@ -104,6 +109,22 @@ def test_wrong_batches_are_refused(plan_of: Any) -> None:
     assert kind == "a batch is a tensor of token ids, or tensors by the names of inputs; got list"
     assert second[-1].startswith("a sample lacks labels")
     assert of_other == f"on rank 1 ({gethostname()}): {second[-1]}"
+
+
+def moved(plan: Plan) -> tuple[dict[str, torch.dtype], set[str]]:
+    """Return the element types of a batch of an engine in bf16, and its kinds of devices, where ranks compute on meta."""
+    engine = shard(find(plan.model)[0], plan, RECIPE)
+    batch = {"image": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2, dtype=torch.long)}
+    with mock.patch("megaloom.runtime.megatron.device.current", lambda: torch.device("meta")):
+        found = engine.pipeline._on_device(batch)
+    return {name: x.dtype for name, x in found.items()}, {x.device.type for x in found.values()}
+
+
+def test_a_batch_moves_to_the_device_of_its_rank(plan_of: Any) -> None:
+    """Images in the precision of the plan."""
+    types, devices = launcher.run(moved, (plan_of("tiny_vit", Layout(), precision="bf16"),), 1, timeout=LIMIT)[0]
+    assert types == {"image": torch.bfloat16, "labels": torch.long}
+    assert devices == {"meta"}
 
 
 def wrong_world(plan: Plan) -> str:
