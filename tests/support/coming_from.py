@@ -132,7 +132,10 @@ def _counts() -> str:
     """Return how many features of each document are in which state, and how many of all were so before."""
     lines = [f"| features of | {' | '.join(state.shown for state in State)} |", "|---|" + "---|" * len(State)]
     of_seeds = {title: [r.now for r in features() if r.seed.startswith(f"{seed}.")] for seed, title in SEEDS.items()}
-    of_all = {"all five": [r.now for r in features()], "all five, on 0f6b4f7": [r.before for r in features()]}
+    of_all = {
+        "all five": [r.now for r in features()],
+        "all five, before (commit 0f6b4f7)": [r.before for r in features()],
+    }
     lines += [f"| {title} | {' | '.join(map(str, counts(found)))} |" for title, found in {**of_seeds, **of_all}.items()]
     return "\n".join(lines)
 

@@ -112,10 +112,10 @@ def test_wrong_batches_are_refused(plan_of: Any) -> None:
 
 
 def moved(plan: Plan) -> tuple[dict[str, torch.dtype], set[str]]:
-    """Return the element types of a batch of an engine in bf16, and its kinds of devices, where ranks compute on meta."""
+    """Return the element types and kinds of devices of a batch of an engine in bf16, where ranks compute on meta."""
     engine = shard(find(plan.model)[0], plan, RECIPE)
     batch = {"image": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2, dtype=torch.long)}
-    with mock.patch("megaloom.runtime.megatron.device.current", lambda: torch.device("meta")):
+    with mock.patch("megaloom.runtime.megatron.device.current", return_value=torch.device("meta")):
         found = engine.pipeline._on_device(batch)
     return {name: x.dtype for name, x in found.items()}, {x.device.type for x in found.values()}
 
