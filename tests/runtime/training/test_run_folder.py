@@ -131,6 +131,8 @@ def test_a_packed_run_is_the_same_run(run: Path, tmp_path: Path) -> None:
     (run / "step-000003").mkdir()  # damaged, so it is left out
     (run / "hugging-face").mkdir()
     (run / "hugging-face" / "config.json").write_text("{}")
+    (run / "tokenizer").mkdir()
+    (run / "tokenizer" / "tokenizer.json").write_text("{}")
     said: list[str] = []
     again = unpack(pack(run, tmp_path / "run.megaloom", said.append), tmp_path / "again")
     assert not said  # the damaged one is older
