@@ -99,7 +99,7 @@ class Engine:
         methods of `Steps`. For the other options see `shard`. Raise UserError for a plan that the runtime does not run.
         """
         check_trainable(plan, model)
-        recipe.check_plan(plan.layout, plan.workload.precision)
+        recipe.check_layout(plan.layout)
         if recipe.deterministic:
             device.use_deterministic_kernels()
         g, groups = graph(model), create_process_groups(plan.layout)

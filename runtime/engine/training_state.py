@@ -62,7 +62,7 @@ class TrainingState:
     ) -> TrainingState:
         """Return the state of a run at step 0. tokens: of a global batch. average: see `shard`."""
         assign_groups(model_chunks, parameter_groups)
-        chunks = wrap_in_ddp(list(model_chunks), config, groups, recipe)
+        chunks = wrap_in_ddp(list(model_chunks), config, groups, recipe.ddp_bucket_size)
         optimizer = make_optimizer(recipe, chunks, config, groups, parameter_groups)
         config.grad_scale_func = optimizer.scale_loss
         return cls(

@@ -36,15 +36,16 @@ ENDLESS = 2**62
 
 
 def wrap_in_ddp(
-    model_chunks: list[ModelChunk], config: TransformerConfig, groups: ProcessGroups, recipe: Recipe
+    model_chunks: list[ModelChunk], config: TransformerConfig, groups: ProcessGroups, bucket_size: int | None = None
 ) -> list[DistributedDataParallel]:
-    """Wrap model chunks in DDP, with gradients in contiguous buffers, of fp32 by default, reduced bucket by bucket.
+    """Wrap model chunks in DDP, with gradients in contiguous fp32 buffers that are reduced bucket by bucket.
 
     With overlapped reduction, a bucket is reduced as soon as the last micro-batch has filled it; `config.no_sync_func`
     tells the schedules to hold reduction back before. With overlapped weight gathering, each module waits for its own
-    weights before it runs: in training, in evaluation, and after a load.
+    weights before it runs: in training, in evaluation, and after a load. bucket_size: gradients of a bucket; None for
+    megatron-core's default.
     """
-    ddp_config = _ddp_config(groups.layout, recipe)
+    ddp_config = _ddp_config(groups.layout, bucket_size)
     chunks = [
         DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(model_chunks)
     ]
@@ -60,15 +61,15 @@ def wrap_in_ddp(
     return chunks
 
 
-def _ddp_config(layout: Layout, recipe: Recipe) -> DistributedDataParallelConfig:
+def _ddp_config(layout: Layout, bucket_size: int | None) -> DistributedDataParallelConfig:
     replicated = layout.dp * layout.cp > 1
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=not recipe.grad_reduce_in_bf16,
+        grad_reduce_in_fp32=True,
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=replicated and layout.has_overlap(Overlap.GRADIENTS),
         overlap_param_gather=replicated and layout.has_overlap(Overlap.WEIGHTS),
         align_param_gather=layout.vpp > 1,
-        bucket_size=recipe.ddp_bucket_size,
+        bucket_size=bucket_size,
     )
 
 

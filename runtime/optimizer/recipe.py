@@ -12,7 +12,6 @@ from attrs.validators import optional as if_given
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.workload import Precision
 
 
 class Schedule(StrEnum):
@@ -95,8 +94,6 @@ class Recipe:
     """Largest gradient norm: larger gradients are scaled down to it. 0: they are not clipped."""
     ddp_bucket_size: int | None = field(default=None, validator=if_given(_within(1, 1e15)))
     """Gradients that are reduced at a time during the backward pass. [default: 40 million, at least 1 million x dp]"""
-    grad_reduce_in_bf16: bool = False
-    """bf16: add up and reduce gradients in bf16, not fp32. It halves their memory and traffic; plans count fp32."""
     beta1: float = field(default=0.9, validator=_within(0, 0.999999))
     """Decay of the first moment."""
     beta2: float = field(default=0.95, validator=_within(0, 0.999999))
@@ -161,13 +158,8 @@ class Recipe:
             return batch
         return first + samples * increments // self.rampup_samples * increment
 
-    def check_plan(self, layout: Layout, precision: Precision) -> None:
-        """Raise UserError for an option that has no effect under a layout, or is not for a precision."""
-        if self.grad_reduce_in_bf16 and precision is not Precision.BF16:
-            raise UserError(
-                f"--grad-reduce-in-bf16 is for --precision bf16, and the precision is {precision}\n"
-                "omit it, or give --precision bf16"
-            )
+    def check_layout(self, layout: Layout) -> None:
+        """Raise UserError for an option that has no effect under a layout."""
         overlaps = layout.dp * layout.cp > 1 and layout.has_overlap(Overlap.GRADIENTS)
         if self.ddp_bucket_size is not None and not overlaps:
             raise UserError(

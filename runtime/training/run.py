@@ -211,7 +211,7 @@ def prepare_run(
             f"--evaluate-all and --evaluate-batches {evaluate_batches} exclude each other\ngive one of them"
         )
     check_rampup(recipe, plan)
-    recipe.check_plan(plan.layout, plan.workload.precision)
+    recipe.check_layout(plan.layout)
     watching.check_packages()
     if not started_by_launcher():
         launcher.check(plan.layout.world)

@@ -13,7 +13,6 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.workload import Precision
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
@@ -135,5 +134,5 @@ def test_the_wrapper_is_that_of_megatron_core(plan_of: Any) -> None:
 def test_buckets_need_an_overlap() -> None:
     recipe = Recipe(ddp_bucket_size=PIECE)
     with pytest.raises(UserError, match="--ddp-bucket-size 1000 has no effect: under this layout"):
-        recipe.check_plan(evolve(SHARES, overlaps=()), Precision.FP32)
-    recipe.check_plan(evolve(SHARES, overlaps=(Overlap.GRADIENTS,)), Precision.FP32)
+        recipe.check_layout(evolve(SHARES, overlaps=()))
+    recipe.check_layout(evolve(SHARES, overlaps=(Overlap.GRADIENTS,)))
