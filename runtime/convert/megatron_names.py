@@ -62,6 +62,14 @@ class Family(Enum):
     T5 = "T5Model"
 
 
+LEFT_OUT = {
+    Family.GPT: (),
+    Family.BERT: ("binary_head.", "pooler."),
+    Family.T5: ("position_embeddings.", "output_layer."),
+}
+"""Begins of the names of tensors that are not read: of BERT's other tasks, and those that T5Model has twice."""
+
+
 @frozen
 class Parameter:
     """A tensor of megatron-core: its name, and how weights of the model make it up.

@@ -14,14 +14,8 @@ from megaloom.runtime.weights.views import View, solve
 
 from .legacy_names import LegacyModel
 from .megatron_files import megatron_tensors
-from .megatron_names import Family, family_of, is_gated, is_tied, megatron_parameters
+from .megatron_names import LEFT_OUT, family_of, is_gated, is_tied, megatron_parameters
 
-LEFT_OUT = {
-    Family.GPT: (),
-    Family.BERT: ("binary_head.", "pooler."),
-    Family.T5: ("position_embeddings.", "output_layer."),
-}
-"""Begins of the names of tensors that are not read: of BERT's other tasks, and those that T5Model has twice."""
 LISTED, NEAR = 5, 0.6
 PADDED = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 

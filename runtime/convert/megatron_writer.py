@@ -1,7 +1,8 @@
-"""Checkpoints that Megatron-LM's GPTModel loads under any layout: megatron-core's torch_dist format, with its names.
+"""Checkpoints that Megatron-LM's GPTModel, BertModel and T5Model load under any layout, in torch_dist format.
 
     ROOT/latest_checkpointed_iteration.txt
-    ROOT/iter_0000100/.metadata, __0_0.distcp     weights; those of layers as one tensor, [layers …]
+    ROOT/iter_0000100/.metadata, __0_0.distcp     weights; those of equal layers as one tensor, [layers …],
+                                                  and those of experts as one, [layers experts …]
     ROOT/iter_0000100/common.pt, metadata.json    arguments, and the versions of the format
 
 A checkpoint has weights only, without optimizer and random numbers: Megatron-LM loads it with --finetune.
@@ -9,10 +10,12 @@ A checkpoint has weights only, without optimizer and random numbers: Megatron-LM
 
 from __future__ import annotations
 
+import re
 import warnings
 from argparse import Namespace
 from collections.abc import Hashable, Iterator, Mapping
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +27,22 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megaloom.dsl import Model, MoE, UserError, graph
+from megaloom.dsl import Attention, Model, MoE, graph
 from megaloom.runtime.weights.safe_pickle import COMMON
-from megaloom.runtime.weights.views import View, concatenated, with_readers
+from megaloom.runtime.weights.views import View, concatenated, held, with_readers
 
 from .hugging_face import published
-from .megatron_files import LATEST, RELEASE, RENAMED
-from .megatron_names import Family, family_of, megatron_parameters
+from .megatron_files import EXPERT, LATEST, LAYER, RELEASE, RENAMED
+from .megatron_names import LEFT_OUT, Family, family_of, megatron_parameters
 
-STACK = "decoder.layers."
-WITH_EXTRA_STATE = (
-    "self_attention.linear_qkv",
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-"""Modules of a layer that have a state beside their weights, with or without Transformer Engine."""
+WITH_EXTRA_STATE = ("linear_", "output_layer", "layernorm")
+"""Parts of the names of modules that have a state beside their weights, with or without Transformer Engine."""
+SEPARATE_NORM = "pre_mlp_layernorm."
+"""The norm before experts, as Transformer Engine's modules store it; megatron-core's own join it with a matrix."""
+HEAD_OF_T5 = "lm_head.output_layer."
+IN_FLOAT32 = "router.expert_bias"
+SENTENCE_CLASSES, HEAD_STD = 2, 0.02
+"""Classes of BERT's head for the next sentence, which the model does not have, and the deviation of its weights."""
 CHECKPOINT_VERSION = 3.0
 """Megatron-LM's version of the order of rows, which is that of megatron-core."""
 
@@ -65,15 +65,15 @@ def write_megatron(
 ) -> int:
     """Write a checkpoint of Megatron-LM, and return the number of its tensors. The folder is absent until it is whole.
 
-    weights: by the names of `graph(model).weights`; read tensor by tensor. Raise UserError for a model that is no dense
-    GPTModel, and if the folder exists.
+    weights: by the names of `graph(model).weights`; read tensor by tensor. Raise UserError for a model with layers that
+    GPTModel, BertModel and T5Model do not have, and if the folder exists.
     """
-    tensors = stacked_tensors(model, weights)
+    tensors = dict(_padded(stacked_tensors(model, weights), about.arguments))
     with published(folder) as unfinished:
         inside = unfinished / about.folder_name
         inside.mkdir()
         state: dict[str, Any] = {
-            name: torch.empty(view.shape, dtype=dtype, device="meta") for name, view in tensors.items()
+            name: torch.empty(view.shape, dtype=_dtype(name, dtype), device="meta") for name, view in tensors.items()
         }
         state |= dict.fromkeys(_extra_states(tensors))
         writer = FileSystemWriter(inside, single_file_per_rank=True, sync_files=False, thread_count=1)
@@ -92,46 +92,91 @@ def write_megatron(
 
 
 def stacked_tensors(model: Model, weights: Mapping[str, View]) -> dict[str, View]:
-    """Return the tensors of a checkpoint of GPTModel by their names: those of layers as one tensor [layers …]."""
+    """Return the tensors of a checkpoint by their names: those of experts as one, and those of equal layers.
+
+    Layers are not joined if some of them have experts and others do not.
+    """
     g = graph(model)
-    if family_of(g) is not Family.GPT or any(isinstance(n.op, MoE) for n in g.nodes):
-        raise UserError(
-            f"--to megatron writes dense decoders (GPTModel) only, and {model.name!r} is another model\n"
-            "train it here, or write a Hugging Face folder with --to hf"
-        )
 
     def reader(key: Hashable) -> Any:
         assert isinstance(key, tuple)
         name, index = key
-        assert index is None, f"{name} has no copies in a dense decoder"
-        return weights[name].read
+        return (weights[name] if index is None else weights[name].select(0, index)).read
 
-    out: dict[str, View] = {}
-    layers: dict[str, list[View]] = {}
-    for p in megatron_parameters(g):
-        view = with_readers(p.expression, reader)
-        if p.name.startswith(STACK):
-            _, _, rest = p.name.removeprefix(STACK).partition(".")
-            layers.setdefault(_stored_name(rest), []).append(view.unsqueeze(0))
-        else:
-            out[p.name] = view
-    return out | {f"{STACK}{name}": concatenated(views, 0) for name, views in layers.items()}
+    parameters = megatron_parameters(g)
+    tensors = {p.name: with_readers(p.expression, reader) for p in parameters}
+    tensors |= _twice(family_of(g), tensors)
+    norms = {p.name.partition("mlp.")[0] + SEPARATE_NORM for p in parameters if isinstance(p.node.op, MoE)}
+    separate = {name: view for name, view in tensors.items() if name.startswith(tuple(norms))}
+    out = _joined({_stored_name(name): view for name, view in tensors.items()} | separate, EXPERT)
+    blocks = sum(isinstance(n.op, Attention) for n in g.nodes)
+    return out if 0 < len(norms) < blocks else _joined(out, LAYER)
+
+
+def _twice(family: Family, tensors: Mapping[str, View]) -> dict[str, View]:
+    """Return the tensors that a model has besides: T5's under second names, and BERT's head for the next sentence."""
+    if family is Family.T5:
+        inside = {n.partition(".")[2]: x for n, x in tensors.items() if n.startswith(("embedding.", "lm_head."))}
+        return {name: view for name, view in inside.items() if name.startswith(LEFT_OUT[family])}
+    if family is Family.GPT or not any(name.startswith("embedding.tokentype") for name in tensors):
+        return {}
+    embed = tensors["encoder.final_layernorm.weight"].shape[0]
+    random = torch.Generator().manual_seed(0)
+    shapes = {"pooler.dense": (embed, embed), "binary_head": (SENTENCE_CLASSES, embed)}
+    drawn = {f"{name}.weight": torch.randn(s, generator=random) * HEAD_STD for name, s in shapes.items()}
+    drawn |= {f"{name}.bias": torch.zeros(s[0]) for name, s in shapes.items()}
+    return {name: held(x) for name, x in drawn.items()}
+
+
+def _padded(tensors: Mapping[str, View], arguments: Mapping[str, object]) -> Iterator[tuple[str, View]]:
+    """Yield the tensors of a checkpoint, T5's logits with zeros for the padding of the vocabulary.
+
+    Megatron-core loads any other table with other padding than it has in the checkpoint.
+    """
+    for name, view in tensors.items():
+        if name.startswith(HEAD_OF_T5):
+            rows = arguments["padded_vocab_size"] - view.shape[0]  # type: ignore[operator]
+            view = concatenated([view, view.new_zeros(rows, *view.shape[1:])], 0)
+        yield name, view
+
+
+def _joined(tensors: Mapping[str, View], numbered: re.Pattern[str]) -> dict[str, View]:
+    """Return tensors without the number that a pattern finds in their names: those of all numbers are one tensor."""
+    out: dict[str, list[View]] = {}
+    for name, view in tensors.items():
+        found = numbered.fullmatch(name)
+        if found and found["number"]:
+            name, view = f"{found['before']}{found['rest']}", view.unsqueeze(0)
+        out.setdefault(name, []).append(view)
+    return {name: concatenated(views, 0) for name, views in out.items()}
 
 
 def _extra_states(tensors: Mapping[str, View]) -> Iterator[str]:
     """Yield the keys of what modules save beside weights, which Megatron-LM wants to find: here it is None."""
-    layers = next(view.shape[0] for name, view in tensors.items() if name.startswith(STACK))
-    for module in WITH_EXTRA_STATE:
-        yield from (f"{STACK}{module}._extra_state/shard_{i}_{layers}" for i in range(layers))
-    yield from (f"{module}._extra_state/shard_0_1" for module in ("decoder.final_layernorm", "output_layer"))
+    grids: dict[str, tuple[int, ...]] = {"output_layer": ()}
+    for name, view in tensors.items():
+        module = name.rpartition(".")[0]
+        is_layer, is_expert = LAYER.fullmatch(name), EXPERT.fullmatch(name)
+        dims = (is_layer is not None and not is_layer["number"]) + (is_expert is not None)
+        if any(part in module.rpartition(".")[2] for part in WITH_EXTRA_STATE):
+            grids[module] = view.shape[:dims]
+            if "attention." in module:
+                grids[f"{module.rpartition('.')[0]}.core_attention"] = view.shape[:dims]
+    for module, sizes in grids.items():
+        for place in product(*map(range, sizes or (1,))):
+            yield f"{module}._extra_state/shard_{'.'.join(map(str, place))}_{'.'.join(map(str, sizes or (1,)))}"
 
 
 def _stored_name(name: str) -> str:
-    """Return the name of a tensor of a layer in a checkpoint: norms have those that Transformer Engine gives them."""
+    """Return the name of a tensor in a checkpoint: norms have those that Transformer Engine gives them."""
     for stored, plain in RENAMED.items():
-        if name.startswith(plain):
-            return name.replace(plain, stored)
+        name = name.replace(plain, stored)
     return name
+
+
+def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor in a checkpoint whose tensors are of another type where they may."""
+    return torch.float32 if name.endswith(IN_FLOAT32) else dtype
 
 
 class _ReadingPlanner(DefaultSavePlanner):
@@ -146,4 +191,5 @@ class _ReadingPlanner(DefaultSavePlanner):
         if write_item.type is WriteItemType.BYTE_IO:
             torch.save([None], buffer := BytesIO())
             return buffer
-        return self.tensors[write_item.index.fqn].read().to(self.dtype).contiguous()
+        name = write_item.index.fqn
+        return self.tensors[name].read().to(_dtype(name, self.dtype)).contiguous()

@@ -13,11 +13,17 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.hf.architectures import read
 from megaloom.planner.contract.layout import VOCAB_MULTIPLE
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.export.megatron_arguments import megatron_arguments
+from megaloom.planner.export.megatron_arguments import (
+    MegatronArguments,
+    bert_arguments,
+    megatron_arguments,
+    t5_arguments,
+)
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
 from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapters
 from megaloom.runtime.convert.hugging_face import SHARD_NBYTES, DescribedModel, describe, nbytes_of, write_folder
+from megaloom.runtime.convert.megatron_names import Family, family_of
 from megaloom.runtime.convert.megatron_weights import read_megatron
 from megaloom.runtime.convert.megatron_writer import MegatronCheckpoint, write_megatron
 from megaloom.runtime.convert.run_weights import checkpoint_weights
@@ -29,6 +35,7 @@ from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
 UNLIMITED_SEQ = 4096
 """Tokens per sequence that are written for a model without learned positions."""
+ARGUMENTS = {Family.GPT: megatron_arguments, Family.BERT: bert_arguments, Family.T5: t5_arguments}
 
 
 def run_convert(
@@ -78,9 +85,10 @@ def _convert_run(run: Path, asked: Written, *, averaged: bool) -> None:
     base = model.without_adapters
     if to == "megatron":
         step, workload = checkpoint.manifest.step, plan.workload
-        about = MegatronCheckpoint(_arguments(base, workload.seq, plan.layout.vocab_multiple), step)
+        arguments = arguments_of(base, workload.seq, plan.layout.vocab_multiple)
+        about = MegatronCheckpoint(arguments.stored, step)
         count = write_megatron(base, with_merged_adapters(model, weights), output, dtype, about)
-        print_on_first_rank(*checkpoint.notes, _wrote_megatron(output, count, dtype, model))
+        print_on_first_rank(*checkpoint.notes, *_wrote_megatron(asked, count, dtype, model, arguments))
         return
     description = _description(run, config)
     description.check(base)
@@ -107,25 +115,34 @@ def _convert_hugging_face(folder: Path, asked: Written) -> None:
     weights = given.of(model)
     dtype = next(iter(weights.values())).dtype if asked.precision is None else DTYPES[asked.precision]
     seq = longest(graph(model)).get("seq", UNLIMITED_SEQ)
-    about = MegatronCheckpoint(_arguments(model, seq, VOCAB_MULTIPLE), None)
-    print_on_first_rank(
-        _wrote_megatron(asked.output, write_megatron(model, weights, asked.output, dtype, about), dtype, model)
-    )
+    arguments = arguments_of(model, seq, VOCAB_MULTIPLE)
+    about = MegatronCheckpoint(arguments.stored, None)
+    count = write_megatron(model, weights, asked.output, dtype, about)
+    print_on_first_rank(*_wrote_megatron(asked, count, dtype, model, arguments))
 
 
-def _arguments(model: Model, seq: int, vocab_multiple: int) -> dict[str, object]:
+def arguments_of(model: Model, seq: int, vocab_multiple: int) -> MegatronArguments:
     """Return the arguments of Megatron-LM for a model. Raise UserError for what it cannot express."""
-    return megatron_arguments(graph(model), seq=seq, vocab_multiple=vocab_multiple)
+    g = graph(model)
+    return ARGUMENTS[family_of(g)](g, seq=seq, vocab_multiple=vocab_multiple)
 
 
-def _wrote_megatron(output: Path, count: int, dtype: torch.dtype, model: Model) -> str:
-    """Return the line about a checkpoint of Megatron-LM that was written."""
+def _wrote_megatron(
+    asked: Written, count: int, dtype: torch.dtype, model: Model, arguments: MegatronArguments
+) -> list[str]:
+    """Return the lines about a checkpoint of Megatron-LM that was written."""
     merged = ", adapters merged" if model.lora else ""
     kind = str(dtype).removeprefix("torch.")
-    return (
-        f"wrote {output}: {count} tensors of {kind}{merged}. Megatron-LM reads them, and its arguments, with "
-        f"--load {output} --finetune --use-checkpoint-args --ckpt-format torch_dist"
-    )
+    options = " ".join(word for one in arguments.unread for word in one.words)
+    lines = [
+        f"wrote {asked.output}: {count} tensors of {kind}{merged}. Megatron-LM reads them, and its arguments, with "
+        f"--load {asked.output} --finetune --use-checkpoint-args --ckpt-format torch_dist"
+    ]
+    if options:
+        lines.append(f"arguments that it does not read from a checkpoint: {options}")
+    if arguments.stored.get("bert_binary_head"):
+        lines.append("its head for the next sentence, which the model does not have, is untrained")
+    return lines
 
 
 def _convert_megatron(path: Path, asked: Written) -> None:

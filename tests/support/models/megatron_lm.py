@@ -1,4 +1,4 @@
-"""Small models of the families that Megatron-LM trains: GPT-2, its own BERT, and its own T5."""
+"""Small models of the families that Megatron-LM trains: GPT-2, its own BERT and T5, and a decoder with experts."""
 
 from megaloom.dsl import (
     MLP,
@@ -8,9 +8,12 @@ from megaloom.dsl import (
     Embed,
     LayerNorm,
     Model,
+    MoE,
     NextToken,
     Positions,
+    RMSNorm,
     SequenceToSequence,
+    SwiGLU,
     Unembed,
     chain,
     ids,
@@ -50,6 +53,16 @@ def megatron_t5() -> Model:
     memory = ids("source_tokens", Dim("source")) >> embedded >> repeat(LAYERS, encoder) >> NORM
     x = ids() >> embedded >> repeat(LAYERS, decoder).given(memory=memory) >> NORM
     return model("megatron-t5", x >> Unembed(wte, bias=True) >> SequenceToSequence())
+
+
+def megatron_experts(moe: MoE, *, dense: int = 0) -> Model:
+    """Return a decoder whose layers after the first `dense` have experts."""
+    wte, norm = weight("wte", Dim("vocab", VOCAB), Dim("embed", EMBED)), RMSNorm(1e-6)
+    attention = residual(norm, Attention(heads=HEADS, kv_heads=2, rope=1e4))
+    first = (repeat(dense, attention >> residual(norm, SwiGLU(FF))),) if dense else ()
+    x = ids() >> chain(Embed(wte), *first) >> repeat(LAYERS - dense, attention >> residual(norm, moe))
+    head = weight("head", Dim("vocab", VOCAB), Dim("embed", EMBED))
+    return model("megatron-experts", x >> norm >> Unembed(head) >> NextToken())
 
 
 MODELS = {"gpt": megatron_gpt, "bert": megatron_bert, "t5": megatron_t5}
