@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from megaloom.dsl.dims import DType
 from megaloom.dsl.ops.attention_core import Attend
@@ -19,12 +19,12 @@ from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Value
 
 from .context_exchange import channel_exchanges, divides_channels, runs_along, shared_channels
-from .placement import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
+from .placement import PARTIAL, Communication, NodePlacement, PlacedOp, Transition, Transitions
 from .primitives import Program, Step, origin
 from .propagation import propagate
 from .recompute import NO_MODULES, RecomputedBy, modules_of_node, modules_of_ops
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+Kind = Communication | Literal["all_to_all"]
 
 
 @frozen
@@ -97,60 +97,49 @@ class _Count:
             if key in self.performed:
                 continue
             self.performed.add(key)
-            if transition.kind is TransitionKind.REDUCE_PARTIAL:
+            if transition.source == PARTIAL:
                 yield from self.reduce(step, v, transition)
             elif step is None or id(origin(v)) in self.placement.weights_only:
                 continue  # gradients of weights are added once a step
             elif transition.axis == "cp" and runs_along(step) and not self.gathers:
                 continue  # see `channel_exchange`
-            elif transition.kind is TransitionKind.TO_REPLICATE and not (
-                isinstance(step.value.op, Attend) and transition.axis == "cp"
-            ):
+            elif transition.axis == "cp" and isinstance(step.value.op, Attend):
+                continue  # see `attend`
+            else:
                 yield from self.enter(step, v, transition)
-            elif transition.kind is TransitionKind.SHARD_TO_REPLICATE:
-                n = self.whole(step, v, transition)
-                yield Collective("all_gather", transition.axis, n, False, step.name, self.recomputed_by(step))
 
     def recomputed_by(self, step: Step, backward: bool = False) -> RecomputedBy:
         """Return the modules that recompute a primitive, and so repeat its collectives; none for a backward pass."""
         return NO_MODULES if backward else modules_of_ops(self.program)[id(step.value)]
 
     def reduce(self, reader: Step | None, v: Value, transition: Transition) -> Iterator[Collective]:
-        """Yield the reduction of a Partial value: all-reduce, or reduce-scatter with sequence parallelism."""
+        """Yield the collectives that reduce a Partial value."""
         step = self.placement.partial[id(v.source)]
         recomputed_by = (
             self.recomputed_by(step) & self.recomputed_by(reader) if reader else modules_of_node(self.program)
         )
         n = step.at(self.sizes, self.split)((*step.outer, *v.source.shape))
-        if transition.along is None:
-            yield Collective("all_reduce", transition.axis, n, False, step.name, recomputed_by)
-            return
-        yield Collective("reduce_scatter", transition.axis, n, False, step.name, recomputed_by)
-        yield Collective("all_gather", transition.axis, n, True, step.name)
+        return _exchanges(transition, n, step.name, recomputed_by)
 
     def enter(self, step: Step, v: Value, transition: Transition) -> Iterator[Collective]:
-        """Yield the collectives of a Replicate value that sharded work reads, and of its Partial gradient.
+        """Yield the collectives of a value that a primitive reads in another placement, and of its gradient.
 
-        With sequence parallelism the value is gathered, and gathered again in the backward pass instead of being saved,
-        as megatron-core does. Values gathered over etp or cp are saved.
+        With sequence parallelism a value that is gathered for sharded work is gathered again in the backward pass
+        instead of being saved, as megatron-core does. Values gathered over etp or cp are saved.
         """
-        if transition.along is None:
-            n = step.at(self.sizes, self.split)((*step.outer, *v.shape))
-            yield Collective("all_reduce", transition.axis, n, True, step.name)
-            return
         n = self.whole(step, v, transition)
-        yield Collective("all_gather", transition.axis, n, False, step.name, self.recomputed_by(step))
-        if v.dtype is DType.INDEX:
-            return
-        if transition.axis == "tp":
-            yield Collective("all_gather", transition.axis, n, True, step.name)
-        yield Collective("reduce_scatter", transition.axis, n, True, step.name)
+        for exchange in _exchanges(transition, n, step.name, self.recomputed_by(step)):
+            if exchange.backward and exchange.kind == "reduce_scatter" and exchange.axis == "tp":
+                yield evolve(exchange, kind="all_gather")
+            if not (exchange.backward and v.dtype is DType.INDEX):
+                yield exchange
 
     def whole(self, step: Step, v: Value, transition: Transition) -> int:
-        """Return the elements on each device after a gather."""
-        if transition.axis == "tp" and "tp" not in step.axes.values():  # shards of the sequence
+        """Return the elements of a value on each device, whole along the dim that a transition gathers."""
+        shard = transition.shard
+        if shard and transition.axis == "tp" and "tp" not in step.axes.values():  # shards of the sequence
             return self.program.local_elements(v.shape, step.outer, self.sizes, self.split, data=True)
-        whole = {name for name, axis in step.axes.items() if name == transition.along and axis == transition.axis}
+        whole = {shard.dim} if shard and step.axes.get(shard.dim) == transition.axis else ()
         return step.at(self.sizes, self.split, whole=whole)((*step.outer, *v.shape))
 
     def along(self, placed: PlacedOp) -> Iterator[Collective]:
@@ -204,3 +193,10 @@ class _Count:
             )
             yield Collective("all_gather", "tp", n, False, "queries, keys and values")
             yield Collective("reduce_scatter", "tp", n, True, "queries, keys and values")
+
+
+def _exchanges(transition: Transition, elements: int, what: str, recomputed_by: RecomputedBy) -> Iterator[Collective]:
+    """Yield the collective of a transition, if it has one, and that of its gradient."""
+    for t, backward in ((transition, False), (transition.gradient, True)):
+        if kind := t.communication:
+            yield Collective(kind, t.axis, elements, backward, what, NO_MODULES if backward else recomputed_by)

@@ -1,38 +1,118 @@
-"""Placements of the values of a node as data: each primitive with the transitions of its arguments and its result."""
+"""Placements of a tensor over one axis, the transitions between them, and the placements of the values of a node.
+
+A placement says what each device of an axis has of a tensor, and thereby what it has of the gradient: `dual`. A
+transition changes a placement; its gradient is the transition between the duals, the other way round. `OPERATIONS` says
+what the devices do for a transition. The four values are those of the package spmd-types;
+PyTorch's DTensor has no Invariant, so that an all-gather would have two gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from typing import Literal
 
 from attrs import frozen
 
 from .primitives import Step
 
 
-class TransitionKind(Enum):
-    """A change of the placement of a tensor over one axis, in the terms of PyTorch's DTensor, and of its gradient.
+@frozen
+class Replicate:
+    """Each device has the whole tensor and does other work with it than the others. The gradient is Partial."""
 
-    The text of a member is the transition of the tensor; then, after the semicolon, that of its gradient.
+
+@frozen
+class Invariant:
+    """Each device has the whole tensor and does the same work with it. The gradient is Invariant."""
+
+
+@frozen
+class Partial:
+    """Each device has one term of a sum. The gradient is Replicate."""
+
+
+@frozen
+class Shard:
+    """Each device has a part of one dim. The gradient is sharded alike.
+
+    zigzag: whether device r of n has chunks r and 2 n - 1 - r of 2 n, rather than the r-th of n parts.
+    heads: of query heads, which lie evenly over the devices. Each device then has those indices of the dim that its
+    heads share, and others may have them too. 0: each index is on one device.
     """
 
-    REDUCE_PARTIAL = "Partial → Replicate, or along a dim Partial → Shard(dim); Replicate, or Shard(dim) → Replicate"
-    TO_REPLICATE = "Replicate or Shard(dim) → Replicate, for sharded work; Partial → Replicate, or Partial → Shard(dim)"
-    SHARD_TO_REPLICATE = "Shard(dim) → Replicate, for work that all devices repeat; Replicate → Shard(dim)"
-    REPLICATE_TO_SHARD = "Replicate → Shard(dim); its shard, with zeros in the other shards"
-    SHARD_TO_ZERO_FILLED = "Shard(dim) → the whole dim with zeros in the other shards; Replicate → Shard(dim)"
-    REPLICATE_TO_HEADS = "Replicate → those key/value heads that the heads of the device share; zeros in the others"
-    REPLICATE_WEIGHT = "Replicate, a weight for work that all devices repeat; divided by the number of devices"
+    dim: str
+    zigzag: bool = False
+    heads: int = 0
+
+    @classmethod
+    def over(cls, axis: str, dim: str) -> Shard:
+        """Return the placement over an axis of a tensor with a dim on it. Only cp shards in zigzag order."""
+        return cls(dim, zigzag=axis == "cp")
+
+
+Placement = Replicate | Invariant | Shard | Partial
+REPLICATE, INVARIANT, PARTIAL = Replicate(), Invariant(), Partial()
+
+Communication = Literal["all_reduce", "reduce_scatter", "all_gather"]
+# slice: take the own shard. zero_fill: zeros in the other shards. divide: by the number of devices.
+Operation = Communication | Literal["slice", "zero_fill", "divide", "none"]
+OPERATIONS: Mapping[tuple[type[Placement], type[Placement]], Operation] = {
+    (Partial, Replicate): "all_reduce",
+    (Partial, Invariant): "all_reduce",
+    (Partial, Shard): "reduce_scatter",
+    (Shard, Replicate): "all_gather",
+    (Shard, Invariant): "all_gather",
+    (Shard, Partial): "zero_fill",
+    (Replicate, Shard): "slice",
+    (Invariant, Shard): "slice",
+    (Replicate, Partial): "divide",
+    (Invariant, Partial): "divide",
+    (Replicate, Invariant): "none",
+    (Invariant, Replicate): "none",
+}
+
+
+def dual(placement: Placement) -> Placement:
+    """Return the placement of the gradient of a tensor."""
+    match placement:
+        case Replicate():
+            return PARTIAL
+        case Partial():
+            return REPLICATE
+        case Invariant() | Shard():
+            return placement
 
 
 @frozen
 class Transition:
-    """A change of placement over one axis. along: the sharded dim. heads: of REPLICATE_TO_HEADS, the query heads."""
+    """A change of the placement of a tensor over one axis."""
 
-    kind: TransitionKind
     axis: str
-    along: str | None = None
-    heads: int = 0
+    source: Placement
+    target: Placement
+
+    @property
+    def gradient(self) -> Transition:
+        """Return the transition of the gradient."""
+        return Transition(self.axis, dual(self.target), dual(self.source))
+
+    @property
+    def operation(self) -> Operation:
+        """Return what the devices do."""
+        return OPERATIONS[type(self.source), type(self.target)]
+
+    @property
+    def communication(self) -> Communication | None:
+        """Return the collective among the devices, if there is one."""
+        match self.operation:
+            case "all_reduce" | "reduce_scatter" | "all_gather" as communication:
+                return communication
+        return None
+
+    @property
+    def shard(self) -> Shard | None:
+        """Return the sharded one of the two placements, if one is."""
+        return next((p for p in (self.source, self.target) if isinstance(p, Shard)), None)
 
 
 Transitions = tuple[Transition, ...]

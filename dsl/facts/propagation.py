@@ -3,19 +3,19 @@
 `propagate(program, split)` returns, for each argument of each primitive, the transitions from its placement to the one
 in which it is read. `collectives` counts them; the runtime performs them when it runs the body of a layer.
 
-Over an axis a value is Shard(dim) if one of its dims lies on the axis, else Replicate. With sequence parallelism a
-value with a sequence and no dim on tp is Shard(seq) over tp. Work is sharded over an axis if a tensor that it touches
-is. A contraction over a sharded dim gives a Partial value. It stays Partial when it is added to other Partial values,
-and is reduced before another op reads it or it leaves the node. The gradient of a Replicate value that sharded work
-reads is Partial too.
+Over an axis a value is Shard(dim) if one of its dims lies on the axis, else Invariant; weights are Replicate over cp.
+With sequence parallelism a value with a sequence and no dim on tp is Shard(seq) over tp. Work is sharded over an axis
+if a tensor that it touches is; an Invariant value becomes Replicate before such work. A contraction over a sharded dim
+gives a Partial value. It stays Partial when it is added to other Partial values, and is reduced before another op
+reads it or it leaves the node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType
@@ -29,7 +29,7 @@ from megaloom.dsl.ops.weight import Input, Lookup, Weight
 from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Op, Pointwise, Value
 
-from .placement import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
+from .placement import INVARIANT, PARTIAL, REPLICATE, NodePlacement, PlacedOp, Placement, Shard, Transition, Transitions
 from .primitives import Program, Step, effective_split, origin
 from .requirements import ReadRequirement, read_requirements
 
@@ -61,6 +61,18 @@ def _placement(program: Program, split: Split) -> NodePlacement:
     )
 
 
+@frozen(eq=False)
+class _Argument:
+    """An argument of a primitive, and the axes over which it is gathered because more is read than the local shard.
+
+    gathers: True if the primitive reads the other shards, False if it only needs to know where its own begins.
+    """
+
+    value: Value
+    requirement: ReadRequirement
+    gathers: Mapping[str, bool]
+
+
 @define
 class _Inference:
     program: Program
@@ -70,6 +82,7 @@ class _Inference:
     weights_only: set[int] = field(factory=set)
     dims_cache: dict[int, dict[str, str]] = field(factory=dict)  # of `sharded_dims`
     axes_cache: dict[int, set[str]] = field(factory=dict)  # of `sharded_axes`
+    placements: dict[tuple[int, str], Placement] = field(factory=dict)  # of `placement`
 
     def read(self) -> Iterator[PlacedOp]:
         for step in self.program.steps:
@@ -98,39 +111,27 @@ class _Inference:
 
     def place(self, step: Step) -> PlacedOp:
         """Return a primitive with its transitions."""
-        v, requirements = step.value, read_requirements(step, self.split)
+        v = step.value
+        pairs = zip(v.args, read_requirements(step, self.split), strict=True)
+        arguments = [_Argument(a, r, dict(self.required_gathers(step, a, r))) for a, r in pairs]
         after = self.sharded_axes(v)
         work = {axis for x in (v, *v.args) if id(origin(x)) not in self.weights_only for axis in self.sharded_axes(x)}
         work |= {axis for axis in step.axes.values() if self.is_sharded(axis)}
-        work -= self.gathered_axes(step, requirements) - after
-        reads = tuple(
-            (*self.reductions(a), *self.argument_transitions(step, a, r, work, after))
-            for a, r in zip(v.args, requirements, strict=True)
-        )
-        slices = tuple(
-            Transition(TransitionKind.REPLICATE_TO_SHARD, a, self.sharded_dim(v, a))
-            for a in ("cp", "tp")
-            if a in after & self.oversized_axes(step, requirements)
-        )
+        work -= _gathered_axes(arguments) - after
+        reads = tuple((*self.reductions(a.value), *self.argument_transitions(step, a, work, after)) for a in arguments)
+        oversized = after & self.oversized_axes(step, arguments)
+        slices = tuple(Transition(a, REPLICATE, self.placement(v, a)) for a in ("cp", "tp") if a in oversized)
         return PlacedOp(step, reads, slices, frozenset(after), tuple(sorted(self.over(step, _reduced(v.op)))))
 
-    def oversized_axes(self, step: Step, requirements: tuple[ReadRequirement, ...]) -> set[str]:
+    def oversized_axes(self, step: Step, arguments: list[_Argument]) -> set[str]:
         """Return the axes over which each device computes more of a result than its shard."""
         v = step.value
         if isinstance(v.op, Rename) and self.sharded_dims(v) != self.sharded_dims(v.args[0]):
             new_axes = set(self.sharded_dims(v).values()) - set(self.sharded_dims(v.args[0]).values())
-            return new_axes | self.gathered_axes(step, requirements)
+            return new_axes | _gathered_axes(arguments)
         if isinstance(v.op, CrossEntropy | LogSumExp):
-            return self.gathered_axes(step, requirements) | self.over(step, _reduced(v.op))
-        return self.gathered_axes(step, requirements[:1] if isinstance(v.op, Attend) else requirements)
-
-    def gathered_axes(self, step: Step, requirements: tuple[ReadRequirement, ...]) -> set[str]:
-        """Return the axes over which arguments are gathered."""
-        return {
-            axis
-            for a, r in zip(step.value.args, requirements, strict=False)
-            for axis, _ in self.required_gathers(step, a, r)
-        }
+            return _gathered_axes(arguments) | self.over(step, _reduced(v.op))
+        return _gathered_axes(arguments[:1] if isinstance(v.op, Attend) else arguments)
 
     def reductions(self, v: Value) -> Transitions:
         """Return the reductions of a value; none if it is not Partial."""
@@ -138,44 +139,60 @@ class _Inference:
             return ()
         self.reduced.add(id(v.source))
         axes = sorted(self.partial[id(v.source)][1])
-        return tuple(
-            Transition(
-                TransitionKind.REDUCE_PARTIAL,
-                a,
-                self.sharded_dim(v, a) if a in self.sharded_axes(v) or a == "etp" else None,
-            )
-            for a in axes
-        )
+        return tuple(Transition(axis, PARTIAL, self.placement(v, axis)) for axis in axes)
 
-    def argument_transitions(
-        self, step: Step, a: Value, requirement: ReadRequirement, work: set[str], after: set[str]
-    ) -> Iterator[Transition]:
+    def argument_transitions(self, step: Step, a: _Argument, work: set[str], after: set[str]) -> Iterator[Transition]:
         """Yield the transitions of an argument from its placement, after reductions, to the one in which it is read."""
         if isinstance(step.value.op, Route | Combine):
             return  # the all-to-all of tokens changes their placement itself
-        sharded_axes, weights_only = self.sharded_axes(a), id(origin(a)) in self.weights_only
-        required_gathers = dict(self.required_gathers(step, a, requirement))
-        for axis in ("tp", "etp", "cp"):
-            if axis in required_gathers:
-                kind = TransitionKind.TO_REPLICATE if axis in after else TransitionKind.SHARD_TO_REPLICATE
-                kind = kind if required_gathers[axis] else TransitionKind.SHARD_TO_ZERO_FILLED
-                yield Transition(kind, axis, self.sharded_dim(a, axis))
-            elif axis in sharded_axes:
-                if axis == "tp" and self.is_sequence_parallel(a) and "tp" in step.axes.values():
-                    yield Transition(TransitionKind.TO_REPLICATE, axis, self.sharded_dim(a, axis))
-            elif axis == "cp" and weights_only:
-                if self.is_sharded("cp") and "cp" not in work and id(step.value) not in self.weights_only:
-                    yield Transition(TransitionKind.REPLICATE_WEIGHT, "cp")
-            elif axis in work and not _is_data(a):
-                yield Transition(
-                    TransitionKind.TO_REPLICATE,
-                    axis,
-                    self.sharded_dim(a, axis) if axis == "etp" and not weights_only else None,
-                )
-            elif axis in work and axis == "tp" and "tp" not in step.axes.values() and not requirement and _sequence(a):
-                yield Transition(TransitionKind.REPLICATE_TO_SHARD, axis, _sequence(a))
-        if requirement.heads and "tp" in step.axes.values() and "tp" not in self.sharded_dims(a).values():
-            yield Transition(TransitionKind.REPLICATE_TO_HEADS, "tp", *requirement.heads)
+        for axis in filter(self.is_sharded, ("tp", "etp", "cp")):
+            source, target = self.placement(a.value, axis), self.read_placement(step, a, axis, work, after)
+            if target != source:
+                yield Transition(axis, source, target)
+        shared = a.requirement.heads
+        if shared and "tp" in step.axes.values() and "tp" not in self.sharded_dims(a.value).values():
+            dim, heads = shared
+            yield Transition("tp", REPLICATE, Shard(dim, heads=heads))
+
+    def placement(self, v: Value, axis: str) -> Placement:
+        """Return the placement of a value over an axis, after reductions.
+
+        Weights are Replicate over cp: the reduction at the end of a step adds their gradients of all cp ranks. Devices
+        of etp have dispatched tokens of their own.
+        """
+        key = id(v), axis
+        if key not in self.placements:
+            weights_only = id(origin(v)) in self.weights_only
+            shards = axis in self.sharded_axes(v) or (axis == "etp" and not weights_only)
+            dim = self.sharded_dim(v, axis) if shards else None
+            whole = REPLICATE if axis == "cp" and weights_only else INVARIANT
+            self.placements[key] = Shard.over(axis, dim) if dim else whole
+        return self.placements[key]
+
+    def read_placement(self, step: Step, argument: _Argument, axis: str, work: set[str], after: set[str]) -> Placement:
+        """Return the placement over an axis in which a primitive reads an argument: that of the first row that holds.
+
+        work: the axes over which devices do different work. after: those over which the result is sharded.
+        """
+        a, gathers = argument.value, argument.gathers
+        source, sequence = self.placement(a, axis), _sequence(a)
+        repeats = axis not in work and id(step.value) not in self.weights_only
+        of_sequence = axis == "tp" and "tp" not in step.axes.values() and not argument.requirement
+        rows: tuple[tuple[object, Placement], ...] = (
+            (gathers.get(axis) is False, PARTIAL),
+            (axis in gathers, REPLICATE if axis in after else INVARIANT),
+            (axis == "tp" and self.enters_tensor_parallel(step, a), REPLICATE),
+            (axis in self.sharded_axes(a), source),
+            (source == REPLICATE and repeats, INVARIANT),  # a weight
+            (axis not in work, source),
+            (not _is_data(a), REPLICATE),
+            (of_sequence and sequence, Shard(sequence or "")),  # ids of the positions that this device computes
+        )
+        return next((target for holds, target in rows if holds), source)
+
+    def enters_tensor_parallel(self, step: Step, a: Value) -> bool:
+        """Return whether work on shards of another dim over tp reads a value that is Shard(seq)."""
+        return "tp" in step.axes.values() and "tp" in self.sharded_axes(a) and self.is_sequence_parallel(a)
 
     def required_gathers(self, step: Step, a: Value, requirement: ReadRequirement) -> Iterator[tuple[str, bool]]:
         """Yield the axes over which an argument is gathered, because the primitive reads more than the local shard.
@@ -183,7 +200,7 @@ class _Inference:
         The second item is True if the primitive reads the other shards, False if it only needs their offset.
         """
         for axis in self.sharded_axes(a):
-            if axis == "tp" and self.is_sequence_parallel(a) and "tp" in step.axes.values():
+            if axis == "tp" and self.enters_tensor_parallel(step, a):
                 continue
             name = self.sharded_dim(a, axis)
             if axis == "cp" and isinstance(step.value.op, Attend) and name not in requirement.full_dims:
@@ -235,6 +252,11 @@ class _Inference:
         ):
             axes.add("tp")
         return frozenset(filter(self.is_sharded, axes))
+
+
+def _gathered_axes(arguments: Iterable[_Argument]) -> set[str]:
+    """Return the axes over which arguments are gathered."""
+    return {axis for a in arguments for axis in a.gathers}
 
 
 @lru_cache(maxsize=1 << 12)

@@ -14,6 +14,7 @@ from attrs import evolve
 from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
+from megaloom.planner.contract.state_placement import STATE_PLACEMENTS
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.simulate.price import EndOfStep, OverlapWindow, end_of_step
 
@@ -56,7 +57,7 @@ def _least_ends(x: Layout, dense: float, sparse: float, cache: CostCache) -> tup
         return end_of_step(dense, sparse, 0.0, layout, cache.job, EVERYTHING_HIDDEN)
 
     mean, one_kind = of_rank(dense, sparse, serial), list[EndOfStep]()
-    if x.distributed_optimizer:
+    if STATE_PLACEMENTS[x.shard].gather.communication:
         one_kind = [of_rank(a, b, overlapped) for a, b in ((dense, 0.0), (0.0, sparse)) if a or b]
     last_bucket = max([mean.optimizer, *(end.optimizer + end.gathering for end in one_kind)])
     return last_bucket, mean.optimizer, mean.gathering, mean.reduction

@@ -13,10 +13,12 @@ from functools import cached_property
 from attrs import frozen
 
 from megaloom.dsl.dims import NBYTES, DType
-from megaloom.planner.contract.choices import Overlap, Shard
+from megaloom.dsl.facts.placement import INVARIANT
+from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
+from megaloom.planner.contract.state_placement import STATE_PLACEMENTS
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.columns import (
@@ -213,16 +215,19 @@ def end_of_step(
     optimizer, precision, cluster = job.profile.optimizer, job.workload.precision, job.cluster
     sizes = ((params, communication.process_group("dp", layout)), (experts, communication.process_group("edp", layout)))
     parts = [(n, group) for n, group in sizes if n]
-    one_copy = [communication.process_group(axis, layout) for axis in ("pp", "tp")]
-    reduce, gathers, norm = {
-        Shard.NONE: ("all_reduce", 0, one_copy),
-        Shard.OPTIMIZER: ("reduce_scatter", 1, [ProcessGroup(layout.world, 1)]),
-    }[layout.shard]
+    state = STATE_PLACEMENTS[layout.shard]
+    norm = [ProcessGroup(layout.world, 1)]
+    if state.optimizer == INVARIANT:
+        norm = [communication.process_group(axis, layout) for axis in ("pp", "tp")]
     exposed = []  # seconds of gradient reduction and weight gather
-    for kind, overlap, nbytes, hidden in (
-        (reduce, Overlap.GRADIENTS, optimizer.gradient_nbytes, window.backward),
-        ("all_gather", Overlap.WEIGHTS, precision.nbytes * gathers, window.forward),
+    for transition, overlap, nbytes, hidden in (
+        (state.reduction, Overlap.GRADIENTS, optimizer.gradient_nbytes, window.backward),
+        (state.gather, Overlap.WEIGHTS, precision.nbytes, window.forward),
     ):
+        kind = transition.communication
+        if kind is None:
+            exposed.append(0.0)
+            continue
         whole = [(nbytes * n, group) for n, group in parts]
         last = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
         if layout.has_overlap(overlap):  # at least the last bucket is exposed; the rest takes a share of the device

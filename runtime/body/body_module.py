@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megaloom.dsl import DType, Gate, Layer, MoE, Node, Op, Route, Slot, Split, Unembed, UserError, Value, Weight
 from megaloom.dsl.facts.context_exchange import divides_channels, values_by_channel
-from megaloom.dsl.facts.placement import NodePlacement, Transition, TransitionKind
+from megaloom.dsl.facts.placement import INVARIANT, NodePlacement, Shard, Transition
 from megaloom.dsl.facts.primitives import Program, fitted, program
 from megaloom.dsl.facts.propagation import propagate
 from megaloom.dsl.node import primitives
@@ -150,8 +150,9 @@ class Body(nn.Module):
         weight = weight.T if i in self.transposed_weights else weight
         if i not in self.gathered_dims:
             return weight
-        gather = Transition(TransitionKind.SHARD_TO_REPLICATE, "tp")
-        return perform(gather, weight, self.gathered_dims[i], self.groups)
+        dim = self.gathered_dims[i]
+        gather = Transition("tp", Shard(self.local.slots[i].dims[dim].name), INVARIANT)
+        return perform(gather, weight, dim, self.groups)
 
     def get_parameter_or_buffer(self, name: str) -> Tensor:
         """Return the parameter or buffer of this name."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megaloom.dsl import CrossEntropy, Dim, Each, LogSumExp, MoE, Select, Slot, Value
 from megaloom.dsl.facts.context_exchange import channel_dim, channels_on_device
-from megaloom.dsl.facts.placement import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
+from megaloom.dsl.facts.placement import INVARIANT, REPLICATE, NodePlacement, PlacedOp, Transition, Transitions
 from megaloom.dsl.facts.primitives import Program, origin
 from megaloom.dsl.node import primitives
 from megaloom.dsl.sharding_table import SEQUENCES
@@ -103,8 +103,13 @@ class Evaluation:
             self.exchanged[key] = self.exchange(v, x, to_channels=inside)
         x = self.exchanged[key]
         for t in () if inside else others:
-            x = perform(t, x, None if t.along is None else dim_index(v.shape, t.along), self.local.groups)
+            x = self.performed(t, v, x)
         return x
+
+    def performed(self, transition: Transition, v: Value, x: Tensor) -> Tensor:
+        """Return the tensor of a value after a transition."""
+        dim = dim_index(v.shape, transition.shard.dim) if transition.shard else None
+        return perform(transition, x, dim, self.local.groups)
 
     def exchange(self, v: Value, x: Tensor, *, to_channels: bool) -> Tensor:
         """Return a value in channel shards instead of sequence shards, or the other way round."""
@@ -131,9 +136,7 @@ class Evaluation:
         key = id(origin(v)), transitions
         if key not in self.transitioned:
             *before, last = transitions
-            dim = None if last.along is None else dim_index(v.shape, last.along)
-            whole = perform(last, self.read(v, tuple(before)), dim, self.local.groups)
-            self.transitioned[key] = whole.contiguous()
+            self.transitioned[key] = self.performed(last, v, self.read(v, tuple(before))).contiguous()
         return self.transitioned[key]
 
     def value(self, v: Value) -> Tensor:
@@ -162,8 +165,7 @@ class Evaluation:
             tokens = [i for i, name in enumerate(v.shape.names) if name != "experts"]
             self.local.routed[id(v)] += (out.detach() != 0).sum(tokens)
         for transition in () if id(v) in self.local.by_channel else p.result:
-            assert transition.along is not None, "a transition of a result names its dim"
-            out = perform(transition, out, dim_index(v.shape, transition.along), self.local.groups)
+            out = self.performed(transition, v, out)
         return out
 
     def computed(self, p: PlacedOp, *args: Tensor) -> Tensor:
@@ -199,7 +201,7 @@ class Evaluation:
         layout, weights_only = self.local.groups.layout, self.local.placement.weights_only
         sums_over_etp = etp_replicates and layout.etp > 1 and id(p.step.value) not in weights_only
         if sums_over_etp and all(t.axis != "etp" for t in without_tp):
-            return (*without_tp, Transition(TransitionKind.TO_REPLICATE, "etp"))
+            return (*without_tp, Transition("etp", INVARIANT, REPLICATE))
         return without_tp
 
     def run_region(self, region: RecomputeRegion) -> None:

@@ -39,7 +39,7 @@ from megaloom.dsl import (
     Sum,
     Value,
 )
-from megaloom.dsl.facts.placement import PlacedOp, Transition, TransitionKind
+from megaloom.dsl.facts.placement import INVARIANT, PARTIAL, REPLICATE, PlacedOp, Transition
 from megaloom.dsl.facts.primitives import Program, Step
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.sharding_table import SEQUENCES
@@ -174,7 +174,7 @@ def sharded_loss(p: PlacedOp, v: Value, x: Tensor, *labels: Tensor, groups: Proc
         out = vocab_parallel_cross_entropy(x, ids) if in_place else fused_loss.cross_entropy(x, ids, group)
     out = out.transpose(0, 1) if swap else out
     if any(t.axis == "tp" for t in p.result):  # each rank reads its part of the sequence: add the gradients of all
-        out = perform(Transition(TransitionKind.TO_REPLICATE, "tp"), out, None, groups)
+        out = perform(Transition("tp", INVARIANT, REPLICATE), out, None, groups)
     return out
 
 
@@ -326,8 +326,7 @@ def _sharded_norm(op: Normalize, v: Value, p: PlacedOp, x: Tensor, *weights: Ten
     def mean(t: Tensor) -> Tensor:
         t = t.mean(dims, keepdim=True)
         for name in p.statistics_axes:
-            t = perform(Transition(TransitionKind.REDUCE_PARTIAL, name), t / groups.layout.degrees[name], None, groups)
-            t = perform(Transition(TransitionKind.TO_REPLICATE, name), t, None, groups)
+            t = perform(Transition(name, PARTIAL, REPLICATE), t / groups.layout.degrees[name], None, groups)
         return t
 
     if op.centred:

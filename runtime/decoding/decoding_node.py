@@ -201,7 +201,7 @@ class _Operations:
 
     def moving(self, v: Value, t: Transition) -> Callable[[Tensor], Tensor]:
         """Return a transition as a function."""
-        dim = None if t.along is None else dim_index(v.shape, t.along)
+        dim = dim_index(v.shape, t.shard.dim) if t.shard else None
         return lambda x: perform(t, x, dim, self.node.body.groups)
 
 

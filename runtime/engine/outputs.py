@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from megaloom.dsl import Graph, Node, Split, Unembed, UserError
-from megaloom.dsl.facts.placement import Transition, TransitionKind
+from megaloom.dsl.facts.placement import INVARIANT, PARTIAL, Shard, Transition
 from megaloom.dsl.facts.primitives import fitted, program
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.runtime.body.transitions import perform
@@ -88,7 +88,7 @@ class LocalOutputs(Mapping[str, Tensor]):
         node, layout = self.node(name), self.groups.layout
         if node.is_loss:
             return ["cp"] if layout.cp > 1 else []
-        return sorted({t.axis for _, t in gathers(node, layout.split) if t.along in SEQUENCES})
+        return sorted({t.axis for i, t in gathers(node, layout.split) if node.shape.dims[i].name in SEQUENCES})
 
     def _whole_sums(self, name: str) -> Tensor:
         """Return the sums of a loss over whole sequences."""
@@ -143,7 +143,8 @@ def token_log_probs(outputs: Outputs, labels: Tensor, *, logits: str = "") -> Te
     node, groups = values.node(name), values.groups
     if node.shape.names[-1] != "vocab":
         raise UserError(f"{name} is {node.shape}, not logits whose last dim is `vocab`")
-    x, parts = values.padded(name), [(i, t) for i, t in gathers(node, groups.layout.split) if t.along in SEQUENCES]
+    parts = [(i, t) for i, t in gathers(node, groups.layout.split) if node.shape.dims[i].name in SEQUENCES]
+    x = values.padded(name)
     swapped = x.ndim == 3  # between modules, logits are [seq, batch, vocab]
     own = labels.to(x.device)
     _check_labels(own, node, [*x.shape[:2][::-1], *x.shape[2:-1]] if swapped else list(x.shape[:-1]), parts, groups)
@@ -169,7 +170,7 @@ def _several_log_probs(x: Tensor, ids: Tensor, groups: ProcessGroups) -> Tensor:
     own = x.gather(-1, columns.clamp(0, x.shape[-1] - 1)).float()
     own = torch.where((columns >= 0) & (columns < x.shape[-1]), own, 0.0)
     if groups.layout.tp > 1:
-        own = perform(Transition(TransitionKind.REDUCE_PARTIAL, "tp"), own, None, groups)
+        own = perform(Transition("tp", PARTIAL, INVARIANT), own, None, groups)
     return own - fused_loss.log_sum_exp(x.contiguous(), groups.collection.tp)[..., None]
 
 
@@ -181,8 +182,7 @@ def gathers(node: Node, split: Split) -> list[tuple[int, Transition]]:
     for i, d in enumerate(node.shape):
         over = ["tp"] * (axes.get(d.name) == "tp" or (d.name in SEQUENCES and sequence_on_tp))
         over += ["cp"] * (axes.get(d.name) == "cp")  # after tp, which divides the part of each cp rank
-        kind = TransitionKind.SHARD_TO_REPLICATE
-        out += [(i, Transition(kind, axis, d.name)) for axis in over if split.degree(axis) > 1]
+        out += [(i, Transition(axis, Shard.over(axis, d.name), INVARIANT)) for axis in over if split.degree(axis) > 1]
     return out
 
 
@@ -190,7 +190,7 @@ def over_cp(sums: Tensor, groups: ProcessGroups) -> Tensor:
     """Return sums of all context-parallel ranks. Each rank's gradient is that of the whole sum by its own part."""
     if groups.layout.cp == 1:
         return sums
-    return perform(Transition(TransitionKind.REDUCE_PARTIAL, "cp"), sums, None, groups)
+    return perform(Transition("cp", PARTIAL, INVARIANT), sums, None, groups)
 
 
 def _only_logits(values: LocalOutputs) -> str:
