@@ -1,9 +1,9 @@
 """Placements of a tensor over one axis, the transitions between them, and the placements of the values of a node.
 
 A placement says what each device of an axis has of a tensor, and thereby what it has of the gradient: `dual`. A
-transition changes a placement; its gradient is the transition between the duals, the other way round. `OPERATIONS` says
-what the devices do for a transition. The four values are those of the package spmd-types;
-PyTorch's DTensor has no Invariant, so that an all-gather would have two gradients.
+transition changes a placement; its gradient is the transition between the duals, the other way round.
+`OPERATION_BY_PAIR` says what the devices do for it. The package spmd-types has the same four values. PyTorch's DTensor
+has no Invariant, so that one all-gather would have two gradients.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REPLICATE, INVARIANT, PARTIAL = Replicate(), Invariant(), Partial()
 Communication = Literal["all_reduce", "reduce_scatter", "all_gather"]
 # slice: take the own shard. zero_fill: zeros in the other shards. divide: by the number of devices.
 Operation = Communication | Literal["slice", "zero_fill", "divide", "none"]
-OPERATIONS: Mapping[tuple[type[Placement], type[Placement]], Operation] = {
+OPERATION_BY_PAIR: Mapping[tuple[type[Placement], type[Placement]], Operation] = {
     (Partial, Replicate): "all_reduce",
     (Partial, Invariant): "all_reduce",
     (Partial, Shard): "reduce_scatter",
@@ -99,7 +99,7 @@ class Transition:
     @property
     def operation(self) -> Operation:
         """Return what the devices do."""
-        return OPERATIONS[type(self.source), type(self.target)]
+        return OPERATION_BY_PAIR[type(self.source), type(self.target)]
 
     @property
     def communication(self) -> Communication | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -103,6 +103,7 @@ def _option(spec: LayoutField) -> Any:
     return field(default=None, type=hint)
 
 
+FIXED = "Fix a part of the layout (the rest is searched)"
 TRAINED_OVERLAPS = "Communication that runs while devices compute: gradients, weights; or none."
 """Help for the overlaps that Megaloom's own runtime runs."""
 
@@ -114,18 +115,28 @@ if TYPE_CHECKING:
 
     class TrainedLayout(FixedLayout):
         """Fields of the layout that the user has fixed, as options that offer what Megaloom's own runtime runs."""
+
+    class ShownLayout(FixedLayout):
+        """Fields of the layout that say how tensors are sharded."""
 else:
 
-    def _layout_options(name: str, **changed: LayoutField) -> Any:
-        """Return a class with an option for each layout field."""
-        options = {field_name: _option(spec) for field_name, spec in {**FIELDS, **changed}.items()}
+    def _layout_options(name: str, table: Mapping[str, LayoutField], group: str = FIXED) -> Any:
+        """Return a class with an option for each layout field of a table."""
+        options = {field_name: _option(spec) for field_name, spec in table.items()}
         layout_class = make_class(name, options, frozen=True, kw_only=True)
-        return Parameter(name="*", group="Fix a part of the layout (the rest is searched)")(layout_class)
+        return Parameter(name="*", group=group)(layout_class)
 
-    FixedLayout = _layout_options("FixedLayout")
-    TrainedLayout = _layout_options("TrainedLayout", overlaps=evolve(FIELDS["overlaps"], help=TRAINED_OVERLAPS))
+    FixedLayout = _layout_options("FixedLayout", FIELDS)
+    TrainedLayout = _layout_options(
+        "TrainedLayout", {**FIELDS, "overlaps": evolve(FIELDS["overlaps"], help=TRAINED_OVERLAPS)}
+    )
+    ShownLayout = _layout_options(
+        "ShownLayout",
+        {name: FIELDS[name] for name in ("tp", "sequence_parallel", "cp", "ep", "etp")},
+        "Axes of --placements",
+    )
 
-NOTHING_FIXED, SEARCH_ALL = FixedLayout(), TrainedLayout()
+NOTHING_FIXED, SEARCH_ALL, NOTHING_SHARDED = FixedLayout(), TrainedLayout(), ShownLayout()
 
 
 def fixed_fields(fixed: FixedLayout) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from cyclopts import Parameter
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.outputs import check_output_file, check_output_folder
-from megaloom.planner.cli.arguments import unwrap_help
+from megaloom.planner.cli.arguments import NOTHING_SHARDED, ShownLayout, fixed_fields, unwrap_help
 from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
+from megaloom.planner.contract.layout import flag_of
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.generation.settings import GenerationSettings
 
@@ -208,6 +209,8 @@ def show(
     svg: Path | None = None,
     html: Path | None = None,
     tensors: Annotated[bool, Parameter(negative="")] = False,
+    placements: Annotated[bool, Parameter(negative="")] = False,
+    layout: ShownLayout = NOTHING_SHARDED,
 ) -> None:
     """Print a model as a tree, repeats folded, with the shape, parameters, FLOPs and saved activations of each layer.
 
@@ -231,18 +234,32 @@ def show(
     tensors
         List the tensors of a checkpoint instead: name, shape, type. MODEL is a run, one of its step-… folders, a packed
         run, a Hugging Face folder, or a checkpoint of Megatron-LM.
+    placements
+        List the transitions between placements instead: which values change theirs over the axes below, by which
+        collective, forward and backward. It matters which degrees are above 1, and which above the key/value heads.
     """
+    axes = fixed_fields(layout)
+    if axes and not placements:
+        raise UserError(f"{', '.join(map(flag_of, axes))}: only --placements reads it\nadd --placements, or omit it")
     if tensors:
         require_training_packages("show --tensors")
         from .commands.tensors_command import run_tensors
 
         given = {"--set": words, "--settings": settings, "--seq": seq, "--source": source, "--svg": svg, "--html": html}
+        given["--placements"] = placements
         if flag := next((name for name, value in given.items() if value), None):
             raise UserError(f"{flag} has no effect with --tensors, which lists a checkpoint\nomit one of the two")
         run_tensors(Path(model))
         return
-    from .commands.show_command import run_show
+    from .commands.show_command import run_placements, run_show
 
+    if placements:
+        if not axes:
+            raise UserError("--placements needs the axes that shard the model\nadd --tp 2, for example")
+        if flag := next((name for name, value in (("--svg", svg), ("--html", html), ("--seq", seq)) if value), None):
+            raise UserError(f"{flag} has no effect with --placements, which do not depend on it\nomit one of the two")
+        run_placements(model, model_arguments(words, settings), axes)
+        return
     check_output_file(svg, "--svg")
     check_output_file(html, "--html")
     run_show(model, model_arguments(words, settings), seq, batch, source, precision, svg, html)

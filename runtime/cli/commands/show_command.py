@@ -1,9 +1,10 @@
-"""`megaloom show`: print a model as a tree, or draw it."""
+"""`megaloom show`: print a model as a tree, draw it, or list its placements."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from megaloom.dsl.catalog import find
@@ -12,8 +13,10 @@ from megaloom.dsl.graph import graph
 from megaloom.dsl.settings.arguments import Arguments
 from megaloom.dsl.show import html as page
 from megaloom.dsl.show.outline import outline
+from megaloom.dsl.show.placements import placement_table
 from megaloom.dsl.show.table import report
 from megaloom.dsl.show.tree import guides_for
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.cli.printing import print_on_first_rank
 
@@ -39,3 +42,9 @@ def run_show(
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     wrote = (f"wrote {path}" for path in (svg, html) if path)
     print_on_first_rank(report(model_outline, precision, guides_for(sys.stdout.encoding), width), *wrote)
+
+
+def run_placements(model: str, arguments: Arguments, axes: Mapping[str, int]) -> None:
+    """Print the transitions of a model whose tensors lie over these axes."""
+    declared, _ = find(model, arguments)
+    print_on_first_rank(placement_table(graph(declared), Layout(**axes).split))

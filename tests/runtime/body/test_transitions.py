@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 from megaloom.dsl.facts.placement import (
     INVARIANT,
-    OPERATIONS,
+    OPERATION_BY_PAIR,
     PARTIAL,
     REPLICATE,
     Invariant,
@@ -37,7 +37,7 @@ SHARDS = (Shard("seq"), Shard("seq", zigzag=True))
 SHARED = Shard("kv_heads", heads=2 * RANKS)  # 2 query heads on each rank; with 2 key/value heads 4 read each of them
 PLACEMENTS = {Replicate: (REPLICATE,), Invariant: (INVARIANT,), Partial: (PARTIAL,), Shard: SHARDS}
 TRANSITIONS = [
-    *(Transition("tp", a, b) for kinds in OPERATIONS for a in PLACEMENTS[kinds[0]] for b in PLACEMENTS[kinds[1]]),
+    *(Transition("tp", a, b) for x, y in OPERATION_BY_PAIR for a in PLACEMENTS[x] for b in PLACEMENTS[y]),
     Transition("tp", REPLICATE, SHARED),
 ]
 
@@ -147,4 +147,4 @@ def test_a_transition_and_its_gradient_are_what_the_placements_define(transition
 def test_a_gradient_is_the_reversed_pair_of_duals(transition: Transition) -> None:
     assert transition.gradient == Transition("tp", dual(transition.target), dual(transition.source))
     assert transition.gradient.gradient == transition
-    assert transition.gradient.operation in OPERATIONS.values()
+    assert transition.gradient.operation in OPERATION_BY_PAIR.values()
