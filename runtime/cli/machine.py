@@ -23,6 +23,7 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.calibrate.measure import Measurements, brief, measure_devices
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.launch.agreement import from_first_rank
 from megaloom.runtime.launch.rank_environment import threads_per_rank
 from megaloom.runtime.launch.rendezvous import started_by_launcher
 from megaloom.runtime.megatron import device
@@ -92,11 +93,7 @@ def _kept_or_measured(count: int, precision: str) -> Cluster:
 
 def _on_first_rank(value: Callable[[], Cluster | None]) -> Cluster | None:
     """Return the first rank's value on all ranks; the value itself in a process that is no rank."""
-    if not started_by_launcher():
-        return value()
-    box = [value() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    return box[0]
+    return from_first_rank(value) if started_by_launcher() else value()
 
 
 def _fitted(measured: Measurements, file: Path | None) -> Cluster:

@@ -38,13 +38,13 @@ def options_of_run(app: App, commands: tuple[str, ...], arguments: ArgumentColle
     first = next((argument.tokens for argument in arguments if argument.index == 0), [])
     if commands != ("train",) or not first or not Path(first[0].value, "run.json").is_file():
         return
-    from megaloom.runtime.training.run_folder import load_options
+    from megaloom.runtime.training.run_folder import read_values
 
     folder = Path(first[0].value)
     given = [token.value for argument in arguments if argument.name == "--schedule" for token in argument.tokens]
     dropped = {"steps_from"}  # `train` takes it from the run itself, unless its file has changed
     dropped |= {"min_lr"} if "constant" in given else set()  # it has no effect there
-    config = {n.replace("_", "-"): value for n, value in load_options(folder).items() if n not in dropped}
+    config = {n.replace("_", "-"): value for n, value in read_values(folder).items() if n not in dropped}
     update_argument_collection(config, str(folder / "run.json"), arguments, (), root_keys=(), allow_unknown=True)
 
 

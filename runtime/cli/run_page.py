@@ -20,7 +20,7 @@ from megaloom.planner.report.units import peak_memory
 from megaloom.runtime.data.synthetic import NOTE, SYNTHETIC
 from megaloom.runtime.metrics.display import device_word, mfu_text, nbytes_text
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, read_metrics
-from megaloom.runtime.training.run_folder import is_run, load_options, plan_of_run
+from megaloom.runtime.training.run_folder import file_of_run, plan_of_run
 
 MEASURED, SECOND, PREDICTED = "var(--forward)", "var(--backward)", "var(--dim)"
 Event = dict[str, Any]
@@ -37,7 +37,8 @@ def run_page(run: Path) -> str:
     title = run.resolve().name
     workload = f"{plan.workload} per step, in {plan.workload.precision}"
     subtitle = f"{plan.model} on {plan.cluster}; {workload}; {plan.layout}"
-    if is_run(run) and load_options(run).get("data") == [SYNTHETIC]:
+    file = file_of_run(run)
+    if file and file.options.data.data == (SYNTHETIC,):
         subtitle += f"; {NOTE}"
     sections = "".join(_section(*each) for each in _charts(plan, events, steps))
     body = f"""<main>

@@ -14,21 +14,9 @@ from cyclopts import Parameter
 from megaloom.planner.cli.adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
 from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, unwrap_help
 from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
-from megaloom.runtime.metrics.watching import Watching
-from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument
-from megaloom.runtime.training.evaluation_options import DEFAULT_EVALUATION, EvaluationOptions
+from megaloom.runtime.training.run_options import RunOptions
 
-from .defaults import (
-    DEFAULT_RECIPE,
-    EVALUATE_EVERY,
-    KEEP_BEST,
-    KEEP_LAST,
-    NO_WATCHING,
-    SAVE_EVERY,
-    STANDARD_LIBRARY,
-    TrainedPrecision,
-)
+from .option_groups import DEFAULT_OPTIONS, DEFAULT_WORKLOAD, OPTIONS_OF_RUN, PlanOptions, WorkloadOptions
 from .packages import require_training_packages
 
 
@@ -37,30 +25,10 @@ def train_by_plan(
     model: str | None = None,
     /,
     *,
-    data: Annotated[list[str], Parameter(consume_multiple=True, negative="")] = [STANDARD_LIBRARY],  # noqa: B006
-    split: str | None = None,
-    epochs: float | None = None,
-    weights: Annotated[Path | None, Parameter(name="--from")] = None,
-    steps_from: str | None = None,
+    options: Annotated[RunOptions, OPTIONS_OF_RUN] = DEFAULT_OPTIONS,
     words: SetOption = [],  # noqa: B006
     settings: SettingsOption = None,
-    seq: int | None = None,
-    batch: int | None = None,
-    precision: TrainedPrecision | None = None,
-    devices: int | None = None,
-    out: Path | None = None,
-    save_every: int = SAVE_EVERY,
-    evaluate_every: int = EVALUATE_EVERY,
-    evaluate_batches: int | None = None,
-    evaluate_all: bool = False,
-    keep_last: int = KEEP_LAST,
-    keep_best: int = KEEP_BEST,
-    async_save: bool | None = None,
-    distributed_timeout_minutes: float = 10.0,
-    evaluation: Annotated[EvaluationOptions, Parameter(name="*", group="Evaluation")] = DEFAULT_EVALUATION,
-    ends: Annotated[EndOfDocument, Parameter(name="*", group="End of document")] = NO_ENDS,
-    watching: Annotated[Watching, Parameter(name="*", group="Watching")] = NO_WATCHING,
-    recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
+    workload: Annotated[WorkloadOptions, Parameter(name="*")] = DEFAULT_WORKLOAD,
     adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
     fixed: TrainedLayout = SEARCH_ALL,
 ) -> int:
@@ -72,61 +40,11 @@ def train_by_plan(
         The folder of a run, which continues; a plan.json; or a model: file.py:name, a file.py with one model,
         package.module:name, one of the examples, or a Hugging Face config.json. [default: that of --from, else
         stdlib-gpt]
-    data
-        "stdlib" (the text of Python's standard library), a file or a folder of text, or prefixes of indexed datasets:
-        A B, or with weights 0.3 A 0.7 B. Or "synthetic": made-up tokens, labels and images, for trials.
-    split
-        Shares of training, validation and test of indexed datasets. [default: 969,30,1]
-    epochs
-        Passes over the training text, instead of --steps.
-    weights
-        The initial weights: a run or a packed run, whose model is trained anew; a Hugging Face folder with config.json
-        and safetensors; or a checkpoint of Megatron-LM. [default: random weights]
-    steps_from
-        A class with steps of your own, file.py:Class, or with arguments, 'file.py:Class(alpha=0.25)'. "none" is the
-        loss of the model. [default: that of the run that continues, else none]
-    seq
-        Tokens per sequence. [default: 128]
-    batch
-        Sequences per step, over all devices. [default: 32]
-    precision
-        Precision of activations and matrix products. [default: bf16 on GPUs, fp32 on CPU]
-    devices
-        Number of devices. [default: all GPUs; on CPU a process for each core]
-    out
-        Folder for checkpoints and metrics. [default: the run's, runs/MODEL, or runs/from-RUN with --from RUN alone]
-    save_every
-        Steps between checkpoints.
-    evaluate_every
-        Steps between evaluations on held-out text.
-    evaluate_batches
-        Global batches of held-out text that each evaluation reads. [default: 65,536 tokens, and at the end as many as
-        the run has trained on]
-    evaluate_all
-        Read all held-out text in the evaluation at the end, however long it takes.
-    keep_last
-        Number of newest checkpoints to keep.
-    keep_best
-        Number of checkpoints with the lowest validation loss to keep as well. Each is evaluated when it is saved, and
-        its folder is named after the loss.
-    async_save
-        Train on while a checkpoint is written, from a copy in host memory. [default: on GPUs]
-    distributed_timeout_minutes
-        Minutes that ranks wait for one another before the run ends with an error.
     """
     require_training_packages("train")
     from .commands.train_command import run_train
 
-    load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
-    options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
-    options["steps_from"] = steps_from
-    options |= {"save_every": save_every, "evaluate_every": evaluate_every, "evaluate_batches": evaluate_batches}
-    options["evaluate_all"] = evaluate_all
-    options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
-    options["distributed_timeout_minutes"] = distributed_timeout_minutes
-    arguments = model_arguments(words, settings)
-    groups = {"evaluation": evaluation, "ends": ends, "watching": watching}
-    return run_train(model, arguments, load, {**options, **groups}, recipe, fixed, adapters)
+    return run_train(model, model_arguments(words, settings), PlanOptions(workload, fixed, adapters), options)
 
 
 @unwrap_help

@@ -9,6 +9,7 @@ from pathlib import Path
 from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.runtime.options.groups import STDLIB
 
 from .description import RUNNING_TEXT, TOKENIZER_SUFFIX, DataKind, Description, read_description
 from .indexed import (
@@ -24,7 +25,7 @@ from .indexed import (
 from .integrity import check_described
 from .part import DataPart
 from .split import DEFAULT_SPLIT, PARTS, SplitUnit, TokenRange, parse_split, split_ranges
-from .text_files import STDLIB, gather
+from .text_files import gather
 from .token_ids import BYTE_IDS, TokenIds
 
 SCANNED_TOKENS = 2**28

@@ -15,10 +15,11 @@ from attrs import frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import LARGEST
+from megaloom.runtime.options.groups import STDLIB
 
 from .images import IMAGE_SUFFIXES
 from .order import stable_hash
-from .text_files import STDLIB, check_size, stat_digest, text_files, unreadable
+from .text_files import check_size, stat_digest, text_files, unreadable
 
 CHUNK_NBYTES = 8 * 2**20
 DEFAULT_KEY, CHAT_KEY = "text", "messages"

@@ -24,11 +24,11 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import read_json
 from megaloom.planner.contract.devices import GiB
 from megaloom.runtime.megatron.host import host_memory
+from megaloom.runtime.options.groups import STDLIB
 
 from .indexed import IndexedDataset, open_indexed, unfinished_path, write_indexed
 from .order import stable_hash
 
-STDLIB = "stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages"}  # folders of installed packages inside the library
 HELD_OUT = 0.05  # share of the files; of the bytes if there is only one file
 GATHERED = "train", "held_out"  # names of the two datasets

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
 from attrs import Attribute, field, frozen
 
 from megaloom.dsl.errors import UserError
-
-_Validator = Callable[[Any, "Attribute[Any]", Any], None]
+from megaloom.runtime.options.option import at_least, flag_of_option
 
 
 class EarlyStopping(StrEnum):
@@ -21,26 +19,14 @@ class EarlyStopping(StrEnum):
     NEVER = "never"  # when no running beam can beat the finished ones, by its score at the largest length
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _at_least(low: float) -> _Validator:
-    def check(owner: Any, attribute: Attribute[Any], value: float | None) -> None:
-        if value is not None and not low <= value < float("inf"):
-            raise UserError(f"{_flag(attribute.name)} must be at least {low:g}, got {value:g}")
-
-    return check
-
-
 def _share(owner: Any, attribute: Attribute[Any], value: float) -> None:
     if not 0 < value <= 1:
-        raise UserError(f"{_flag(attribute.name)} must be above 0 and at most 1, got {value:g}")
+        raise UserError(f"{flag_of_option(attribute.name)} must be above 0 and at most 1, got {value:g}")
 
 
 def _positive(owner: Any, attribute: Attribute[Any], value: float) -> None:
     if not 0 < value < float("inf"):
-        raise UserError(f"{_flag(attribute.name)} must be above 0, got {value:g}")
+        raise UserError(f"{flag_of_option(attribute.name)} must be above 0, got {value:g}")
 
 
 def _early_stopping(value: bool | str) -> EarlyStopping:
@@ -54,17 +40,17 @@ def _early_stopping(value: bool | str) -> EarlyStopping:
 class GenerationSettings:
     """Settings of the choice of tokens and of the end of sequences, by the names of Hugging Face's GenerationConfig."""
 
-    max_new_tokens: int | None = field(default=None, validator=_at_least(1))
+    max_new_tokens: int | None = field(default=None, validator=at_least(1))
     """Maximum number of tokens after the prompt. [default: 128, or fewer if the model has no more positions]"""
     do_sample: bool = False
     """Draw tokens by their probabilities, instead of the most probable one."""
     temperature: float = field(default=1.0, validator=_positive)
     """Logits are divided by it. With --do-sample."""
-    top_k: int | None = field(default=None, validator=_at_least(1))
+    top_k: int | None = field(default=None, validator=at_least(1))
     """Draw from the K most probable tokens only. With --do-sample. [default: all]"""
     top_p: float = field(default=1.0, validator=_share)
     """Draw from the most probable tokens only, as few as have this probability in sum. With --do-sample."""
-    num_beams: int = field(default=1, validator=_at_least(1))
+    num_beams: int = field(default=1, validator=at_least(1))
     """Beams of beam search; 1: no beam search."""
     length_penalty: float = 1.0
     """Beam search divides the score of a sequence by its length to this power."""
@@ -72,18 +58,18 @@ class GenerationSettings:
     """When beam search stops: true, at --num-beams sequences; false, by a heuristic; never, when none can improve."""
     repetition_penalty: float = field(default=1.0, validator=_positive)
     """Above 1, tokens that are in the prompt or in what was written become less probable."""
-    num_return_sequences: int = field(default=1, validator=_at_least(1))
+    num_return_sequences: int = field(default=1, validator=at_least(1))
     """Sequences for each prompt: samples, or the best beams."""
     eos_token_id: tuple[str, ...] | None = None
     """Tokens that end a sequence, by id or name. [default: those of the Hugging Face files, or of the tokenizer]"""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a sequence. They are not part of the text that is returned."""
-    seed: int = field(default=0, validator=_at_least(0))
+    seed: int = field(default=0, validator=at_least(0))
     """Seed of the draws of --do-sample."""
 
     def __attrs_post_init__(self) -> None:
         others = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
-        changed = [_flag(name) for name, default in others.items() if getattr(self, name) != default]
+        changed = [flag_of_option(name) for name, default in others.items() if getattr(self, name) != default]
         if changed and not self.do_sample:
             raise UserError(f"{changed[0]} has no effect without --do-sample\nadd --do-sample, or leave it out")
         if self.num_beams > 1 and self.do_sample:

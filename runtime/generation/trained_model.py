@@ -22,10 +22,9 @@ from megaloom.runtime.modules.initial_weights import GivenValues
 from megaloom.runtime.training.run_folder import (
     PLAN_NAME,
     TOKENIZER_NAME,
-    TOKENIZER_OPTION,
     UNKNOWN_TOKENIZER,
+    file_of_run,
     is_run,
-    load_options,
     no_checkpoint,
     plan_and_model,
 )
@@ -69,9 +68,10 @@ class TrainedModel:
     @property
     def has_tokenizer(self) -> bool:
         """Return whether the tokenizer is known: a folder, or the bytes that a run was trained on."""
-        if self.tokenizer != BYTE_IDS.name or not is_run(self.folder):
-            return self.tokenizer != BYTE_IDS.name or self.is_run
-        return load_options(self.folder).get(TOKENIZER_OPTION) != UNKNOWN_TOKENIZER
+        if self.tokenizer != BYTE_IDS.name:
+            return True
+        file = file_of_run(self.folder)
+        return file.tokenizer != UNKNOWN_TOKENIZER if file else self.is_run
 
     def special(self, name: str) -> tuple[int, ...]:
         """Return the ids of a special token, such as eos_token_id, by the Hugging Face files; none if they lack it."""

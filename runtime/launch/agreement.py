@@ -39,6 +39,16 @@ def agreed(make: Callable[[], T], *, names_rank: bool = True) -> T:
     raise kind(f"on rank {rank} ({host}): {text}" if names_rank else text)
 
 
+def from_first_rank(make: Callable[[], T]) -> T:
+    """Return on all ranks what `make` returns on the first. If it raises UserError there, raise that on all of them.
+
+    Every rank calls it.
+    """
+    held = [agreed(lambda: make() if dist.get_rank() == 0 else None, names_rank=False)]
+    dist.broadcast_object_list(held)
+    return held[0]  # type: ignore[return-value]
+
+
 def gathered(value: T) -> list[T]:
     """Return the values of all ranks, in the order of ranks. Every rank calls it."""
     values: list[T] = [value] * dist.get_world_size()

@@ -8,19 +8,25 @@ from pathlib import Path
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.runtime.options.option import option
+
+
+def _path(path: Path | None) -> Path | None:
+    """Return a path, which a file has as text."""
+    return None if path is None else Path(path)
 
 
 @frozen(kw_only=True)
 class Watching:
     """Trace of a step, and trackers that take the metrics of a run."""
 
-    profile: int | None = None
+    profile: int | None = option(None, kept=False, repeated=False)
     """Record the times of this step on all ranks in RUN/trace-step-N.json.gz, which `megaloom compare` reads."""
-    tensorboard: bool = False
+    tensorboard: bool = option(False, noted=False)
     """Write metrics for TensorBoard, into RUN/tensorboard."""
-    tensorboard_dir: Path | None = None
+    tensorboard_dir: Path | None = option(None, convert=_path, noted=False)
     """Write metrics for TensorBoard into this folder."""
-    wandb: str | None = None
+    wandb: str | None = option(None, noted=False)
     """Project of Weights & Biases that takes the metrics; WANDB_MODE=offline writes them into RUN/wandb."""
 
     def tensorboard_folder(self, run: Path) -> Path | None:

@@ -6,10 +6,9 @@ document ends with its end-of-document token, whatever the index of the dataset 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attrs import asdict, fields, frozen
+from attrs import frozen
 
 from megaloom.dsl import DocumentIndices, DocumentPositions, DType, Graph, PositionLookup, UserError
 from megaloom.dsl.node import primitives
@@ -99,17 +98,6 @@ class EndOfDocument:
 
 
 NO_ENDS = EndOfDocument()
-
-
-def saved_ends(ends: EndOfDocument) -> dict[str, int | None]:
-    """Return the options as a run's folder has them: None for one that is not given. `False` is not given."""
-    return {name: value if value is not False else None for name, value in asdict(ends).items()}
-
-
-def ends_of(options: Mapping[str, Any]) -> EndOfDocument:
-    """Return the options of a run by those in its folder."""
-    names = [f.name for f in fields(EndOfDocument)]
-    return EndOfDocument(**{name: options[name] for name in names if options.get(name) is not None})
 
 
 def restarts(graph: Graph) -> bool:

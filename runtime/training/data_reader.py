@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
@@ -19,17 +18,15 @@ from megaloom.runtime.data.corpus import Corpus, is_dataset
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.split import PARTS
 from megaloom.runtime.data.synthetic import SYNTHETIC
-from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.engine.row_share import RowShare
-from megaloom.runtime.launch.agreement import agreed
+from megaloom.runtime.launch.agreement import from_first_rank
+from megaloom.runtime.options.groups import STDLIB, DataOptions
 from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument
 from megaloom.runtime.samples.sample_checks import stacked
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .rank_inputs import check_same_data
 from .run_data import (
-    DataOptions,
-    as_sources,
     check_labels,
     empty_part,
     held_out_sample,
@@ -53,7 +50,7 @@ class DataReader:
     engine: Engine
     corpus: Corpus
     maker: SampleMaker
-    options: DataOptions
+    split: str | None  # as given
 
     def training(self, *, step: int = 0) -> Iterator[dict[str, Tensor]]:
         """Yield the batches of steps `step`, `step` + 1, … without end, named tensors [batch / dp ..].
@@ -101,7 +98,7 @@ class DataReader:
         """Return an iterator over a part. Raise UserError if it is empty, or a data-parallel rank would have none."""
         plan, groups = self.engine.plan, self.engine.groups
         if part is None:
-            raise UserError(f"{empty_part(name, self.options.split)}\ngive it a larger share")
+            raise UserError(f"{empty_part(name, self.split)}\ngive it a larger share")
         if batches is not None and batches < 1:
             raise UserError(f"batches must be at least 1, got {batches}")
         count, batch, dp = part.held_out_samples(self.maker.length - 1), plan.workload.batch, plan.layout.dp
@@ -130,24 +127,22 @@ def read_data(
 
     Raise UserError on all ranks for bad data, data that the model cannot train on, or files that differ between hosts.
     """
-    options = DataOptions(as_sources(source), split, ends=ends)
+    options = DataOptions(data=(source,) if isinstance(source, str) else tuple(source), split=split)
     maker = SampleMaker.of(engine.graph, engine.plan.workload.seq)
-    first = dist.get_rank() == 0
-    held = [agreed(lambda: _opened(engine, options, maker, folder) if first else None, names_rank=False)]
-    dist.broadcast_object_list(held)
-    corpus = held[0]
-    assert corpus
+    corpus = from_first_rank(lambda: _opened(engine, options, ends, maker, folder))
     check_same_data(corpus)
-    return DataReader(engine, corpus, of_corpus(maker, corpus, ends), options)
+    return DataReader(engine, corpus, of_corpus(maker, corpus, ends), split)
 
 
-def _opened(engine: Engine, options: DataOptions, maker: SampleMaker, folder: Path | None) -> Corpus:
+def _opened(
+    engine: Engine, options: DataOptions, ends: EndOfDocument, maker: SampleMaker, folder: Path | None
+) -> Corpus:
     """Return the data of these options. Text is copied into a folder `data` of the run's."""
-    check_labels(engine.graph, options.sources, engine.steps)
-    copied = options.sources == (SYNTHETIC,) or not is_dataset(options.sources[-1])
+    check_labels(engine.graph, options.data, engine.steps)
+    copied = options.data == (SYNTHETIC,) or not is_dataset(options.data[-1])
     if copied and folder is None:
         raise UserError(
-            f"{' '.join(options.sources)} is copied before it is read, and there is no folder for it\n"
+            f"{' '.join(options.data)} is copied before it is read, and there is no folder for it\n"
             "give read_data(…, folder=RUN), or prefixes of indexed datasets"
         )
-    return open_data(options, maker, (folder or Path()) / "data")
+    return open_data(options, ends, maker, (folder or Path()) / "data")

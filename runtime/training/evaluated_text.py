@@ -11,10 +11,11 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.corpus import Corpus, is_dataset, parse_blend
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.split import DEFAULT_SPLIT, PARTS, TokenRange
+from megaloom.runtime.options.groups import DataOptions
 from megaloom.runtime.samples.samples import SampleMaker
 
 from .run_data import check_tokenizer, of_corpus, open_sources
-from .run_folder import TOKENIZER_NAME, is_run, load_options
+from .run_folder import TOKENIZER_NAME, file_of_run
 
 ALL = "all"
 """The part that has all documents."""
@@ -48,8 +49,9 @@ def evaluated_data(folder: Path, sources: Sequence[str], part: str | None, split
 
     Raise UserError for weights of sources, and for a run that does not say what its data are.
     """
-    options = load_options(folder) if is_run(folder) else {}
-    words = tuple(sources or options.get("data") or ())
+    file = file_of_run(folder)
+    own = file.options.data if file else DataOptions(data=())
+    words = tuple(sources) or own.data
     if not words:
         raise UserError(f"--data is missing: {folder} does not say on which data it was trained\ngive --data SOURCE")
     blend = parse_blend(words)
@@ -59,7 +61,7 @@ def evaluated_data(folder: Path, sources: Sequence[str], part: str | None, split
             f"omit them: --data {' '.join(blend.names)}"
         )
     if any(map(is_dataset, blend.names)):
-        split = split or options.get("split") or DEFAULT_SPLIT
+        split = split or own.split or DEFAULT_SPLIT
     elif split is not None:
         raise UserError(
             f"--split {split} is for indexed datasets, and there is none in --data\n"

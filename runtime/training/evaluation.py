@@ -19,13 +19,13 @@ from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.engine.steps import HeldOut
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.samples.end_of_document import ends_of
+from megaloom.runtime.samples.end_of_document import NO_ENDS
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .artefact import opened
 from .evaluated_text import ALL, EvaluatedText, evaluated_data, open_texts
 from .run_data import check_labels, held_out_sample, of_corpus
-from .run_folder import is_run, load_options, no_checkpoint, plan_and_model
+from .run_folder import file_of_run, no_checkpoint, plan_and_model
 from .steps_reference import loaded_steps, steps_note, steps_of_run
 
 _CHANGED = "the data of the run are not those of step {step}: their files have changed since"
@@ -119,7 +119,7 @@ def _evaluate(
             _evaluate_on_rank, (plan, folder, texts, reading, averaged, steps), plan.layout.world, timeout=timeout
         )[0]
     changed = [] if sources or digest == found.manifest.data else [_CHANGED.format(step=found.manifest.step)]
-    notes = (*done.notes, *changed, steps_note(steps, load_options(folder) if is_run(folder) else {}))
+    notes = (*done.notes, *changed, steps_note(steps, file_of_run(folder)))
     return evolve(done, notes=tuple(filter(None, notes)), part=asked.part, split=asked.split)
 
 
@@ -147,7 +147,8 @@ def _evaluate_on_rank(
         found.check_averaged()
     engine = Engine.build(plan, planned_model(plan), Recipe(), loaded_steps(steps), average=0.0 if averaged else None)
     engine.state.loads_average = averaged
-    ends = ends_of(load_options(folder) if is_run(folder) else {})
+    file = file_of_run(folder)
+    ends = file.options.ends if file else NO_ENDS
     checkpoint.load(engine.state, found)
     losses = []
     for text in texts:

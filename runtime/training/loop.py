@@ -22,7 +22,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import speed_of
 from megaloom.runtime.checkpoints import checkpoint
-from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, Retention
 from megaloom.runtime.checkpoints.saver import Saver
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.synthetic import NOTE, is_synthetic
@@ -44,7 +44,7 @@ from .frozen_objects import existing_objects_frozen
 from .initial_weights import not_finite_note, open_weights, starting_notes
 from .resuming import resume_notes
 from .run_data import empty_validation, held_out_sample, of_corpus, training_sample
-from .run_folder import save_run
+from .run_folder import write_run
 from .start_notes import start_notes
 from .steps_reference import loaded_steps
 from .training_run import RECENT_STEPS, Summary, TrainingRun
@@ -56,7 +56,8 @@ def train_on_rank(run: TrainingRun) -> Summary:
     model = planned_model(run.plan)
     resumed = checkpoint.newest_on_ranks(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
-    given = open_weights(run.weights, checkpoint.newest_on_ranks) if run.weights and not resumed else None
+    weights = run.options.start.weights
+    given = open_weights(weights, checkpoint.newest_on_ranks) if weights and not resumed else None
     own = agreed(lambda: loaded_steps(run.steps))
     engine = Engine.build(run.plan, model, recipe, own, weights=given.of(model) if given else None)
     not_finite = not_finite_note(given) if given else None
@@ -64,9 +65,10 @@ def train_on_rank(run: TrainingRun) -> Summary:
         checkpoint.load(engine.state, resumed)
     first = dist.get_rank() == 0
     if resumed and first:
-        save_run(run.folder, run.plan, model, run.recipe, run.options)
+        write_run(run.folder, run.plan, model, run.file)
     console = InterruptibleConsole(signals) if first else Console(quiet=True)
-    watching, about = run.watching if first else Watching(), {**recipe.as_saved(), "layout": str(run.plan.layout)}
+    watching = run.options.watching if first else Watching()
+    about = {**recipe.as_saved(), "layout": str(run.plan.layout)}
     with (
         open_trackers(watching, run.folder, done=engine.done, options=about) as trackers,
         progress_display(console, run.plan, steps=run.recipe.steps) as display,
@@ -79,7 +81,7 @@ def train_on_rank(run: TrainingRun) -> Summary:
             display.print(not_finite)
         if is_synthetic(run.corpus):
             display.print(NOTE)
-        if empty := empty_validation(run.corpus, run.options.get("split")):
+        if empty := empty_validation(run.corpus, run.options.data.split):
             display.print(f"no held-out loss: {empty}; give it a larger share, such as --split 90,10")
         with existing_objects_frozen(), collected_signals(signals):
             return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
@@ -112,7 +114,7 @@ class Loop:
     @maker.default
     def _maker(self) -> SampleMaker:
         maker = SampleMaker.of(self.engine.graph, self.run.plan.workload.seq)
-        return of_corpus(maker, self.run.corpus, self.run.ends)
+        return of_corpus(maker, self.run.corpus, self.run.options.ends)
 
     @samples.default
     def _samples(self) -> int:
@@ -127,11 +129,13 @@ class Loop:
     @recorded.default
     def _recorded(self) -> RecordedSteps:
         run = self.run
-        return RecordedSteps(self.engine, run.folder, last_step=run.recipe.steps, profile=run.watching.profile)
+        return RecordedSteps(self.engine, run.folder, last_step=run.recipe.steps, profile=run.options.watching.profile)
 
     @saver.default
     def _saver(self) -> Saver:
-        return Saver(self.run.folder, self.run.retention, self.run.asynchronous_saves)
+        saving = self.run.options.saving
+        in_background = bool(device.gpu_count()) if saving.async_save is None else saving.async_save
+        return Saver(self.run.folder, Retention(saving.keep_last, saving.keep_best), in_background)
 
     @saved.default
     def _saved(self) -> Path | None:
@@ -159,12 +163,13 @@ class Loop:
     def _evaluate_and_save(self) -> None:
         """Evaluate and save after a step, where it is time for that or a signal asks for it."""
         run, done, last = self.run, self.engine.done, self.engine.done == self.run.recipe.steps
+        saving, evaluation = run.options.saving, run.options.evaluation
         ends_epoch, self.epochs = self._epochs() > self.epochs, self._epochs()
-        epoch = self.epochs if ends_epoch and run.evaluation.save_every_epoch else None
-        due = done % run.save_every == 0 or last or epoch is not None
-        at_epoch = ends_epoch and run.evaluation.evaluate_every_epoch
-        evaluates = (done % run.evaluate_every == 0 or at_epoch) and not last
-        evaluates |= bool(run.retention.best and (due or self.save_asked))
+        epoch = self.epochs if ends_epoch and saving.save_every_epoch else None
+        due = done % saving.save_every == 0 or last or epoch is not None
+        at_epoch = ends_epoch and evaluation.evaluate_every_epoch
+        evaluates = (done % evaluation.evaluate_every == 0 or at_epoch) and not last
+        evaluates |= bool(saving.keep_best and (due or self.save_asked))
         result = self._evaluate(run.corpus.validation, "held-out") if evaluates else None
         if due or self.save_asked or self.stopped:
             self._save(result, epoch)
@@ -234,7 +239,7 @@ class Loop:
             lambda i: held_out_sample(part, self.maker, self.engine.steps, i),
             samples,
             step="test" if is_last else "validation",
-            micro_batch=self.run.evaluation.evaluate_micro_batch,
+            micro_batch=self.run.options.evaluation.evaluate_micro_batch,
             stops=lambda done: self._stops_evaluation(name, done * seq, samples * seq),
         )
         if self.stopped:
@@ -269,10 +274,10 @@ class Loop:
             samples=self.samples,
             data=self.run.corpus.digest,
             epoch=epoch,
-            validation_loss=validation.loss if validation and self.run.retention.best else None,
+            validation_loss=validation.loss if validation and self.run.options.saving.keep_best else None,
         )
         self.saver.start(self.engine.state, manifest)
-        if not self.run.asynchronous_saves:
+        if not self.saver.asynchronous:
             self._finish_save()
 
     def _finish_save(self) -> None:

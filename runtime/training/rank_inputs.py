@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
@@ -18,27 +17,28 @@ from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus
 from megaloom.runtime.data.indexed import INDEX_SUFFIX, TOKENS, open_indexed, path_of
-from megaloom.runtime.launch.agreement import agreed, check_equal, gathered
-from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.launch.agreement import agreed, check_equal, from_first_rank, gathered
+
+from .run_options import RunOptions
 
 SAME_COMMAND = "start all ranks with one command, and give every host the same files"
 BLOCKS, BLOCK_NBYTES = 64, 4096
 """Blocks of a file of data that are compared, and their size. Smaller files are compared whole."""
 
 
-def check_same_plan(plan: Plan, recipe: Recipe, options: Mapping[str, object], weights: Path | None = None) -> None:
-    """Raise UserError on all ranks unless all have one plan, model, recipe and options, and initial weights.
+def check_same_plan(plan: Plan, options: RunOptions) -> None:
+    """Raise UserError on all ranks unless all have one plan, model and options, and initial weights.
 
-    Every rank calls it. weights: a folder of weights, of which names and sizes of files are compared.
+    Every rank calls it. Of a folder of weights, names and sizes of files are compared.
     """
     own = agreed(lambda: fingerprint(planned_model(plan)))
-    given = {**asdict(plan.layout), **asdict(plan.workload), **asdict(recipe), **options}
+    planned = {flag_of(name): str(value) for name, value in {**asdict(plan.layout), **asdict(plan.workload)}.items()}
     stages = ", ".join(f"{s.start}-{s.stop}" for s in plan.stages)
     facts = {"the model's fingerprint": own, "the plan's model": plan.fingerprint, "the plan's stages": stages}
-    if weights is not None:
+    if weights := options.start.weights:
         sizes = sorted((str(p.relative_to(weights)), p.stat().st_size) for p in weights.rglob("*") if p.is_file())
         facts[f"digest of {weights}"] = blake2b(repr(sizes).encode(), digest_size=6).hexdigest()
-    check_equal({**facts, **{flag_of(name): _word(value) for name, value in given.items()}}, SAME_COMMAND)
+    check_equal({**facts, **planned, **options.compared()}, SAME_COMMAND)
 
 
 def check_same_data(corpus: Corpus) -> None:
@@ -53,9 +53,7 @@ def check_same_data(corpus: Corpus) -> None:
 
 def check_shared_folder(folder: Path) -> None:
     """Raise UserError on all ranks unless every rank sees in a run folder what rank 0 writes. Every rank calls it."""
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token)
-    path = folder / f".ranks-{token[0]}"
+    path = folder / f".ranks-{from_first_rank(lambda: secrets.token_hex(8))}"
     if not dist.get_rank():
         path.touch()
     dist.barrier()
@@ -68,11 +66,6 @@ def check_shared_folder(folder: Path) -> None:
                 f"rank {rank} ({host}) does not see {folder} of rank 0 ({hosts[0][0]})\n"
                 "give --out on storage that all hosts share: checkpoints have files of all ranks"
             )
-
-
-def _word(value: object) -> str:
-    """Return the value of an option as on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _contents(prefix: Path) -> str:

@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from attrs import fields
+from attrs import fields_dict
 
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.samples.end_of_document import EndOfDocument
 
-from .steps_reference import DIGEST_OPTION, OBJECT_OPTION, STEPS_OPTION
+from .run_options import OPTIONS
 from .training_run import TrainingRun
-
-SAVING = (
-    *("split", "save_every", "evaluate_every", "evaluate_batches", "evaluate_all"),
-    *("keep_last", "keep_best", "async_save"),
-    *("evaluate_every_epoch", "save_every_epoch", "evaluate_micro_batch"),
-    *(STEPS_OPTION, OBJECT_OPTION),
-    *(f.name for f in fields(EndOfDocument)),
-)
-"""Options of data and checkpoints that a resumed run may change. Other data are found by their digest."""
 
 
 def resume_notes(resumed: Checkpoint, run: TrainingRun, recipe: Recipe) -> Iterator[str]:
@@ -31,26 +21,36 @@ def resume_notes(resumed: Checkpoint, run: TrainingRun, recipe: Recipe) -> Itera
     saved, steps = resumed.manifest, run.recipe.steps
     progress = "the finished run" if saved.step >= steps else f"step {saved.step} of {steps}"
     yield f"resumed from {progress} ({resumed.folder})"
-    if run.weights:
-        yield f"--from {run.weights} is not read again: this run has started from it, or without"
+    if weights := run.options.start.weights:
+        yield f"--from {weights} is not read again: this run has started from it, or without"
     if not saved.has_comparable_fingerprint:
         yield "saved by an earlier megaloom: its weights have the names and shapes of this model's"
     if saved.layout != str(run.plan.layout):
         yield f"layout: saved under {saved.layout}, now {run.plan.layout}"
     yield from _workload_notes(saved.workload, run.plan.workload.as_saved())
     new = recipe.as_saved()
-    if changed := _changed(saved.recipe, new, (n for n in saved.recipe if n in new and n != "steps")):
+    if changed := _changed(saved.recipe, new, (n for n in saved.recipe if n in new and OPTIONS[n].noted)):
         yield f"recipe: {changed}"
-    if changed := _changed(run.options_before or {}, run.options, SAVING):
-        yield f"options: {changed}"
-    before, ref = run.options_before or {}, run.options.get(STEPS_OPTION)
-    if ref == before.get(STEPS_OPTION) and run.options.get(DIGEST_OPTION) != before.get(DIGEST_OPTION):
-        yield f"steps: the file of {ref} has changed since step {saved.step}"
+    yield from option_notes(run, saved.step)
     end = recipe.schedule_end
     if recipe.schedule.has_end and end is not None and end < steps:
         yield f"learning rate: its schedule ends at step {end}; --decay-steps {steps} would stretch it"
     if saved.data != run.corpus.digest:
         yield f"data: not the text of step {saved.step}, or its files have changed since"
+
+
+def option_notes(run: TrainingRun, step: int) -> Iterator[str]:
+    """Yield a line about the options that have changed since run.json was written, and one if the file of steps has.
+
+    The recipe is compared with that of the checkpoint.
+    """
+    before, now = (run.before or run.file), run.file
+    names = [o.name for o in OPTIONS.values() if o.noted and o.name not in fields_dict(Recipe)]
+    if changed := _changed(before.values, now.values, [*names, "steps_object"]):
+        yield f"options: {changed}"
+    ref = now.options.start.steps_from
+    if ref == before.options.start.steps_from and now.steps_digest != before.steps_digest:
+        yield f"steps: the file of {ref} has changed since step {step}"
 
 
 def _workload_notes(before: Mapping[str, int | str], now: Mapping[str, int | str]) -> Iterator[str]:

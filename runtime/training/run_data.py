@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
@@ -18,10 +18,11 @@ from megaloom.runtime.data.description import RUNNING_TEXT
 from megaloom.runtime.data.part import COUNTED_TOKENS, DataPart, RowUnit, Window
 from megaloom.runtime.data.split import DEFAULT_SPLIT, PARTS, SplitUnit
 from megaloom.runtime.data.synthetic import SYNTHETIC, is_synthetic, synthetic_corpus
-from megaloom.runtime.data.text_files import STDLIB, existing
+from megaloom.runtime.data.text_files import existing
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer, tokenizer_of
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.options.groups import STDLIB, DataOptions
 from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument
 from megaloom.runtime.samples.objectives import Objective
 from megaloom.runtime.samples.samples import Sample, SampleMaker
@@ -30,21 +31,11 @@ if TYPE_CHECKING:
     from megaloom.runtime.engine.steps import Steps  # its module imports megatron-core
 
 
-@frozen
-class DataOptions:
-    """The options --data, --split and --epochs, and those for end-of-document tokens."""
-
-    sources: tuple[str, ...] = (STDLIB,)
-    split: str | None = None
-    epochs: float | None = None
-    ends: EndOfDocument = NO_ENDS
-
-
-def open_data(options: DataOptions, maker: SampleMaker, folder: Path) -> Corpus:
+def open_data(options: DataOptions, ends: EndOfDocument, maker: SampleMaker, folder: Path) -> Corpus:
     """Return the data of a run. Raise UserError for bad data, or data that the model cannot train on."""
-    options.ends.check(maker.graph)
-    corpus = open_sources(options.sources, options.split, folder, maker)
-    maker = of_corpus(maker, corpus, options.ends)
+    ends.check(maker.graph)
+    corpus = open_sources(options.data, options.split, folder, maker)
+    maker = of_corpus(maker, corpus, ends)
     check_text(corpus, maker)
     check_ends(corpus, maker)
     return corpus
@@ -82,19 +73,19 @@ def _by_rows(corpus: Corpus, maker: SampleMaker) -> Corpus:
     return evolve(corpus, train=train, validation=others[0], test=others[1])
 
 
-def check_data(options: DataOptions, maker: SampleMaker) -> None:
+def check_data(options: DataOptions, ends: EndOfDocument, maker: SampleMaker) -> None:
     """Raise UserError for data that `open_data` refuses, as far as that shows without copying text."""
-    options.ends.check(maker.graph)
-    if options.sources == (SYNTHETIC,):
-        _check_made_up(options.ends)
+    ends.check(maker.graph)
+    if options.data == (SYNTHETIC,):
+        _check_made_up(ends)
         return
-    maker = evolve(maker, kind=kind_of(options.sources))
-    corpus = indexed_corpus(options.sources, options.split, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
+    maker = evolve(maker, kind=kind_of(options.data))
+    corpus = indexed_corpus(options.data, options.split, lambda ids: check_vocabulary(ids, maker), split_unit(maker))
     if corpus is not None:
-        maker = of_corpus(maker, corpus, options.ends)
+        maker = of_corpus(maker, corpus, ends)
         check_text(_by_rows(corpus, maker), maker)
         check_ends(corpus, maker)
-    elif (source := parse_blend(options.sources).names[0]) != STDLIB:
+    elif (source := parse_blend(options.data).names[0]) != STDLIB:
         existing(source)
 
 
@@ -218,8 +209,6 @@ def check_keep_best(corpus: Corpus, split: str | None, best: int) -> None:
 
 def steps_of(epochs: float, corpus: Corpus, maker: SampleMaker, recipe: Recipe, batch: int) -> int:
     """Return the number of steps that visit the training text `epochs` times."""
-    if not 0 < epochs < 1e6:
-        raise UserError(f"--epochs {epochs:g} is out of range\ngive a number above 0, such as 1 or 0.5")
     wanted, samples, steps = epochs * corpus.train.windows(maker.length - 1), 0, 0
     while samples < wanted and (size := recipe.batch_at(samples, batch)) < batch:
         samples, steps = samples + size, steps + 1
@@ -259,8 +248,3 @@ def sample_of(window: Window, maker: SampleMaker, steps: Steps, i: int, seed: in
             f'declare Dim("vocab", {highest + 1}) or more, or give data of its tokenizer'
         )
     return steps.data_step(maker.reading(window), torch.from_numpy(window.tokens), i, seed)
-
-
-def as_sources(source: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the words of --data: one source, or several with or without weights."""
-    return (source,) if isinstance(source, str) else tuple(source)

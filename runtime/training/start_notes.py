@@ -30,5 +30,5 @@ def start_notes(run: TrainingRun, graph: Graph, maker: SampleMaker) -> Iterator[
     for vocab in dict.fromkeys(n.op.table["vocab"].known for n in graph.nodes if isinstance(n.op, Unembed)):
         if (padded := padded_vocabulary(vocab, layout.split)) != vocab:
             yield f"vocabulary: {vocab:,} tokens, padded to {padded:,} (tp {layout.tp} x {layout.vocab_multiple})"
-    if note := steps_note(run.steps, {}):
+    if note := steps_note(run.steps, None):
         yield note

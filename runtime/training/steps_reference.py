@@ -6,13 +6,12 @@ A run keeps the reference and a digest of the file, so that it continues and is 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import blake2b
 from inspect import isclass, signature
 from os.path import isfile, realpath
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from attrs import frozen
 
@@ -21,11 +20,10 @@ from megaloom.dsl.neighbours import neighbours_of
 from megaloom.dsl.settings.reference import split_reference, with_arguments
 from megaloom.dsl.user_modules import failure_of, module_of_file, module_of_name
 
-from .run_folder import is_run, load_options
+from .run_folder import RunFile, file_of_run
+from .run_options import RunOptions
 
 STEP_NAMES = ("data_step", "training_step", "validation_step", "test_step")
-STEPS_OPTION, DIGEST_OPTION, OBJECT_OPTION = "steps_from", "steps_digest", "steps_object"
-"""Fields of run.json: a reference, the digest of its file, and the class of steps that were given as an object."""
 DECLARED_STEPS = "none"
 """The reference of the steps of the declared objective."""
 WANTED = "--steps-from can be file.py:Class or package.module:Class, with arguments as in 'file.py:Class(alpha=0.25)'"
@@ -100,10 +98,10 @@ def steps_of_run(folder: Path, given: object, *, continues: bool = True) -> obje
     """
     if isinstance(given, str):
         return None if given == DECLARED_STEPS else StepsReference.of(given)
-    options = load_options(folder) if continues and is_run(folder) else {}
-    if given is not None or STEPS_OPTION not in options:
+    file = file_of_run(folder) if continues else None
+    if given is not None or file is None or file.options.start.steps_from is None:
         return given
-    kept = StepsReference(str(options[STEPS_OPTION]), str(options.get(DIGEST_OPTION)))
+    kept = StepsReference(file.options.start.steps_from, str(file.steps_digest))
     try:
         kept.load()
     except UserError as error:
@@ -115,17 +113,17 @@ def steps_of_run(folder: Path, given: object, *, continues: bool = True) -> obje
     return kept
 
 
-def options_of_steps(steps: object) -> dict[str, str | None]:
-    """Return the fields of run.json for the steps of a run. Of an object it has the name of the class."""
+def with_steps(options: RunOptions, steps: object) -> RunFile:
+    """Return the contents of run.json for a run with these options and steps. Of an object it has the class's name."""
     if isinstance(steps, StepsReference):
-        return {STEPS_OPTION: steps.ref, DIGEST_OPTION: steps.digest}
+        return RunFile(options=options.changed(steps_from=steps.ref), steps_digest=steps.digest)
     name = None if steps is None else f"{type(steps).__module__}.{type(steps).__qualname__}"
-    return {OBJECT_OPTION: name}
+    return RunFile(options=options.changed(steps_from=None), steps_object=name)
 
 
-def steps_note(steps: object, options: Mapping[str, Any]) -> str:
-    """Return a line on the steps of an evaluation; "" if the run has none. options: of the run."""
-    if steps is None and (name := options.get(OBJECT_OPTION)):
+def steps_note(steps: object, file: RunFile | None) -> str:
+    """Return a line on the steps of an evaluation; "" if the run has none. file: its run.json."""
+    if steps is None and file and (name := file.steps_object):
         return (
             f"the run had steps of {name}, which it does not keep, since they were given as an object: this is the "
             "loss of the model; give --steps-from FILE.py:Class"

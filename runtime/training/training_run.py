@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from attrs import field, frozen
 
 from megaloom.planner.contract.plans import Plan
-from megaloom.runtime.checkpoints.checkpoint_folder import Retention
 from megaloom.runtime.data.corpus import Corpus
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.metrics.stage_time import StageTime
-from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument
 
-from .evaluation_options import DEFAULT_EVALUATION, EvaluationOptions
+from .run_folder import RunFile
+from .run_options import RunOptions
 
 RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""
@@ -29,27 +26,24 @@ EVALUATION_TOKENS = 65536
 
 @frozen(kw_only=True)
 class TrainingRun:
-    """All that a rank must know: what to compute (plan, recipe, corpus), where to write, how often to save."""
+    """All that a rank must know: what to compute (plan, recipe, corpus), where to write, and all options."""
 
     plan: Plan
-    recipe: Recipe
     corpus: Corpus
     folder: Path
-    save_every: int  # steps
-    evaluate_every: int  # steps
-    evaluate_batches: int | None = (
-        None  # of each evaluation; None: EVALUATION_TOKENS, and at the end as many as trained
-    )
-    evaluate_all: bool = False  # the evaluation at the end reads all
-    retention: Retention = field(factory=Retention)
-    asynchronous_saves: bool = False  # training goes on while a checkpoint is written
+    file: RunFile  # with all options
     steps: object = None  # with any of the methods of `Steps`, or a `StepsReference`
-    evaluation: EvaluationOptions = DEFAULT_EVALUATION
-    ends: EndOfDocument = NO_ENDS
-    watching: Watching = field(factory=Watching)
-    weights: Path | None = None  # a folder with the initial weights; None for random ones
-    options_before: Mapping[str, Any] | None = None  # of run.json, if the folder had one
-    options: Mapping[str, Any] = field(factory=dict)  # of data and checkpoints
+    before: RunFile | None = None  # that the folder had, if it had one
+
+    @property
+    def options(self) -> RunOptions:
+        """Return the options of the run."""
+        return self.file.options
+
+    @property
+    def recipe(self) -> Recipe:
+        """Return the recipe, with the steps of --epochs."""
+        return self.options.recipe
 
     def evaluation_samples(self, part: DataPart, seq: int) -> int:
         """Return the number of samples of an evaluation during training on a part of the data.
@@ -57,8 +51,8 @@ class TrainingRun:
         seq: the tokens of text that each sample moves on by.
         """
         limit = max(1, EVALUATION_TOKENS // seq)
-        if self.evaluate_batches is not None:
-            limit = self.evaluate_batches * self.plan.workload.batch
+        if self.options.evaluation.evaluate_batches is not None:
+            limit = self.options.evaluation.evaluate_batches * self.plan.workload.batch
         return min(part.held_out_samples(seq), limit)
 
     def last_evaluation_samples(self, part: DataPart, seq: int, *, trained: int) -> int:
@@ -68,9 +62,9 @@ class TrainingRun:
         depend on the machine's speed.
         """
         available = part.held_out_samples(seq)
-        if self.evaluate_all:
+        if self.options.evaluation.evaluate_all:
             return available
-        if self.evaluate_batches is not None:
+        if self.options.evaluation.evaluate_batches is not None:
             return self.evaluation_samples(part, seq)
         return min(available, trained)
 
@@ -81,8 +75,8 @@ class TrainingRun:
         if samples == available:
             return f"evaluating all {samples * each:,} {name} {unit}"
         of = f"{samples * each:,} of {available * each:,} {name} {unit}"
-        if self.evaluate_batches is not None:
-            return f"evaluating {of} (--evaluate-batches {self.evaluate_batches})"
+        if self.options.evaluation.evaluate_batches is not None:
+            return f"evaluating {of} (--evaluate-batches {self.options.evaluation.evaluate_batches})"
         return f"evaluating {of}, as many as the run has trained on; --evaluate-all reads all"
 
 

@@ -43,7 +43,7 @@ REASONS = {
     "runtime/training/evaluation.py": "the starting process does not load torch; its ranks do",
     "runtime/training/failures.py": "the starting process does not load torch; its ranks do",
     "runtime/training/initial_weights.py": "the starting process does not load megatron-core for a Hugging Face folder",
-    "runtime/training/run.py": "the starting process does not load torch; its ranks do",
+    "runtime/training/launch.py": "the starting process does not load torch; its ranks do",
     "runtime/training/verify.py": "the starting process does not load torch; its ranks do",
     "examples/scripts/compare_logits.py": "the starting process does not load torch; its ranks do",
     "examples/scripts/labelled_data.py": "Pillow is an extra",

@@ -141,7 +141,7 @@ def started(moment: Moment, text: Path, folder: Path) -> Iterator[tuple[Any, Any
 
 def _train(moment: Moment, text: Path, folder: Path, results: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    saves = {"save_every": SAVE_EVERY, "evaluate_every": STEPS, "asynchronous_saves": moment.asynchronous}
+    saves = {"save_every": SAVE_EVERY, "evaluate_every": STEPS, "async_save": moment.asynchronous}
     try:
         results.put(train(plan_of(moment.layout), RECIPE, folder=folder, source=str(text), **saves).resumed or 0)
     except RankError as error:

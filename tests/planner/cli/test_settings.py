@@ -60,10 +60,11 @@ def test_train_takes_its_options_from_the_file(settings: Path, monkeypatch: pyte
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(train_command, "run_train", lambda *args: calls.append(args) or 0)
     assert megaloom.main(["train", "--settings", str(settings), "--lr", "0.5"]) == 0
-    ((model, arguments, _, options, recipe, *_),) = calls
+    ((model, arguments, _, options),) = calls
+    recipe = options.recipe
     assert model is None  # which stands for stdlib-gpt
     assert (recipe.lr, recipe.deterministic, recipe.steps) == (0.5, True, 300)
-    assert (options["save_every"], options["data"]) == (7, ("a.txt", "b.txt"))
+    assert (options.saving.save_every, options.data.data) == (7, ("a.txt", "b.txt"))
     assert arguments == {"layers": 3, "embed": 64}
 
 

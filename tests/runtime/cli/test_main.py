@@ -22,7 +22,7 @@ from megaloom.planner.contract.plans import PLAN_VERSION
 from megaloom.planner.rules.capabilities import OWN_RUNTIME
 from megaloom.runtime.cli.defaults import TrainedPrecision
 from megaloom.runtime.cli.main import main
-from megaloom.runtime.training.run import locked
+from megaloom.runtime.training.run_folder import locked
 from tests.support.forked_command import ForkedCommand, run_forked
 from tests.support.limits import LIMIT
 from tests.support.paths import TEST_MODELS

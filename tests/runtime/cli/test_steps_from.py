@@ -10,7 +10,8 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.data.indexed import write_indexed
 from megaloom.runtime.training.evaluation import evaluate_run
-from megaloom.runtime.training.steps_reference import StepsReference, options_of_steps, steps_note
+from megaloom.runtime.training.run_options import RunOptions
+from megaloom.runtime.training.steps_reference import StepsReference, steps_note, with_steps
 from tests.support.limits import LIMIT
 
 OWN = """from megaloom.dsl import *
@@ -105,10 +106,10 @@ def test_what_names_no_steps_is_refused(ref: str, tmp_path: Path, monkeypatch: p
 
 
 def test_steps_given_as_an_object_are_not_kept() -> None:
-    options = options_of_steps(object())
-    assert options == {"steps_object": "builtins.object"}
-    assert steps_note(None, options).startswith("the run had steps of builtins.object, which it does not keep, since ")
-    assert steps_note(None, {}) == steps_note(object(), options) == ""
+    file = with_steps(RunOptions(), object())
+    assert file.values["steps_object"] == "builtins.object"
+    assert steps_note(None, file).startswith("the run had steps of builtins.object, which it does not keep, since ")
+    assert steps_note(None, None) == steps_note(object(), file) == ""
 
 
 def test_the_only_class_with_steps_needs_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, Summary, read_data, shard, train
-from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders, read
+from megaloom.runtime.checkpoints.checkpoint_folder import checkpoint_folders, read
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.indexed import open_indexed
 from megaloom.runtime.data.preprocess import preprocess
@@ -188,7 +188,7 @@ def test_a_batch_that_grows_reads_every_sample_once(blend: list[str], plan_of, t
 def test_a_run_without_a_validation_part_says_so(blend: list[str], plan_of, tmp_path: Path, capfd) -> None:
     plan, one_step = plan_of("byte_llama", Layout()), evolve(RECIPE, steps=1)
     with pytest.raises(UserError, match=r"--keep-best 1 compares .* part of --split 9,0,1 is empty\ngive it a larger"):
-        train(plan, one_step, folder=tmp_path / "run", source=blend, split="9,0,1", retention=Retention(best=1))
+        train(plan, one_step, folder=tmp_path / "run", source=blend, split="9,0,1", keep_best=1)
     assert not (tmp_path / "run").exists()
     train(plan, one_step, folder=tmp_path / "run", source=blend, split="9,0,1")
     lines = capfd.readouterr().out.splitlines()

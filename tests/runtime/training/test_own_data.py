@@ -22,12 +22,12 @@ from megaloom.dsl.hf.conversations import for_conversations
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import DataReader, EndOfDocument, Recipe, read_data, shard, shard_loader
-from megaloom.runtime.checkpoints.checkpoint_folder import Retention
 from megaloom.runtime.data.preprocess import preprocess
 from megaloom.runtime.data.preprocess_options import Preprocessing
+from megaloom.runtime.training.check import check_run
 from megaloom.runtime.training.loop import train_on_rank
-from megaloom.runtime.training.run import prepare_run
-from megaloom.runtime.training.run_data import DataOptions
+from megaloom.runtime.training.prepare import prepare_run
+from megaloom.runtime.training.run_options import RunOptions
 from megaloom.runtime.training.training_run import TrainingRun
 from tests.support.models.small import byte_gpt
 from tests.support.parity.layouts import Results, under_layouts
@@ -210,9 +210,10 @@ def results(plan_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
         lambda text, done, total: None,
     )
     plans = {name: plan_of(f"{__file__}:packed_gpt", layout, batch=BATCH) for name, layout in LAYOUTS.items()}
-    data = DataOptions((str(folder / "texts"),), "80,15,5", ends=ENDS)
     recipe = evolve(RECIPE, steps=2)
-    run = prepare_run(plans["one"], recipe, folder / "run", data, 2, 2, None, True, Retention())
+    options = RunOptions(recipe=recipe, ends=ENDS).changed(data=str(folder / "texts"), split="80,15,5")
+    options = options.changed(out=folder / "run", save_every=2, evaluate_every=2, evaluate_all=True)
+    run = prepare_run(plans["one"], options, check_run(plans["one"], options))
     return under_layouts(partial(own_data, str(folder / "texts"), run), plans)
 
 

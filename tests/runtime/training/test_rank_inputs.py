@@ -16,13 +16,13 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
-from megaloom.runtime import Recipe
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.indexed import write_indexed
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.training.launch import owned_folder, prepared_once
 from megaloom.runtime.training.rank_inputs import check_same_data, check_same_plan, check_shared_folder
-from megaloom.runtime.training.run import _train_as_rank
 from megaloom.runtime.training.run_folder import OPTIONS_NAME
+from megaloom.runtime.training.run_options import RunOptions
 from tests.support.limits import LIMIT
 from tests.support.paths import TEST_MODELS
 
@@ -37,7 +37,7 @@ def refusal(check: Callable[[], None]) -> str:
 
 def refusals(plan: Plan, folder: Path) -> list[str]:
     """On each rank: the messages for inputs in which rank 1 differs."""
-    rank, options = dist.get_rank(), {"data": ("books",)}
+    rank, options = dist.get_rank(), RunOptions().changed(data="books")
     layout = evolve(plan, layout=evolve(plan.layout, recompute=Recompute.FULL if rank else Recompute.NONE))
     model = evolve(plan, model=f"{TEST_MODELS / 'small.py'}:{'byte_gpt' if rank else 'byte_llama'}")
     missing = evolve(plan, model=str(folder / "nowhere.py") if rank else plan.model)
@@ -51,14 +51,14 @@ def refusals(plan: Plan, folder: Path) -> list[str]:
         tokens.flush()
     books, changed = (open_corpus([name], None, folder) for name in ("books", "changed"))
     return [
-        refusal(lambda: check_same_plan(plan, Recipe(), options)),
+        refusal(lambda: check_same_plan(plan, options)),
         refusal(lambda: check_shared_folder(folder)),
         refusal(lambda: check_same_data(books)),
-        refusal(lambda: check_same_plan(layout, Recipe(), options)),
-        refusal(lambda: check_same_plan(model, Recipe(), options)),
-        refusal(lambda: check_same_plan(missing, Recipe(), options)),
-        refusal(lambda: check_same_plan(plan, Recipe(lr=0.1 if rank else 0.2, seed=rank), options)),
-        refusal(lambda: check_same_plan(plan, Recipe(), {"data": (f"books-{rank}",)})),
+        refusal(lambda: check_same_plan(layout, options)),
+        refusal(lambda: check_same_plan(model, options)),
+        refusal(lambda: check_same_plan(missing, options)),
+        refusal(lambda: check_same_plan(plan, options.changed(lr=0.1 if rank else 0.2, seed=rank))),
+        refusal(lambda: check_same_plan(plan, options.changed(data=f"books-{rank}"))),
         refusal(lambda: check_shared_folder(Path("data"))),
         refusal(lambda: check_same_data(changed)),
     ]
@@ -89,7 +89,7 @@ def test_ranks_with_other_inputs_are_refused(plan_of, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "data"]
 
 
-def refused_runs(folder: Path) -> list[str]:
+def refused_runs(plan: Plan, folder: Path) -> list[str]:
     """On each rank: the messages for data that rank 1 has changed, in a new folder and in two that must stay."""
     own = folder / str(dist.get_rank())
     shutil.copytree(folder / "data", own)
@@ -102,16 +102,21 @@ def refused_runs(folder: Path) -> list[str]:
         return SimpleNamespace(corpus=open_corpus(["changed"], None, folder))
 
     runs = (folder / "new", folder / "old", folder / "of another command")
-    return [refusal(lambda run=run: _train_as_rank(lambda: prepared(run), run)) for run in runs]
+
+    def trained(run: Path) -> None:
+        with owned_folder(plan, RunOptions().changed(out=run)):
+            prepared_once(lambda: prepared(run))
+
+    return [refusal(lambda run=run: trained(run)) for run in runs]
 
 
-def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_no_folder(plan_of, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "of another command").mkdir()
     (tmp_path / "of another command" / OPTIONS_NAME).touch()
     write_indexed([np.arange(5000, dtype=np.uint16)] * 10, tmp_path / "data" / "changed", "u2")
-    for messages in launcher.run(refused_runs, (tmp_path,), 2, timeout=LIMIT):
+    for messages in launcher.run(refused_runs, (plan_of("byte_llama", Layout(dp=2)), tmp_path), 2, timeout=LIMIT):
         assert all("copy the dataset to every host again" in message for message in messages)
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "old" / "plan.json").exists()

@@ -18,7 +18,7 @@ from megaloom.runtime.metrics.display import clock
 from megaloom.runtime.metrics.metrics_file import MetricsFile
 from megaloom.runtime.training.evaluation import evaluate_run
 from megaloom.runtime.training.host_memory import check_host_memory
-from megaloom.runtime.training.run import locked
+from megaloom.runtime.training.run_folder import locked
 from megaloom.runtime.training.verify import compare
 from tests.support.checkpoints import damage
 from tests.support.limits import LIMIT

@@ -21,7 +21,8 @@ from megaloom.runtime import train
 from megaloom.runtime.checkpoints.manifest import Manifest, SavedFile, manifest_to_json
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.training.artefact import pack, unpack
-from megaloom.runtime.training.run_folder import load_run, save_run
+from megaloom.runtime.training.run_folder import RunFile, load_run, save_run, write_run
+from megaloom.runtime.training.run_options import RunOptions
 
 SOURCE = """from megaloom.dsl import *
 def tiny() -> Model:
@@ -38,8 +39,8 @@ def run(tmp_path: Path, plan_of: Callable[..., Plan]) -> Path:
     file.write_text(SOURCE)
     plan = plan_of(f"{file}:tiny", Layout(tp=2))
     folder.mkdir()
-    options = {"data": ["stdlib"], "split": None, "save_every": 5}
-    save_run(folder, plan, find(plan.model)[0], Recipe(steps=7, lr=1e-2), options)
+    options = RunOptions().changed(steps=7, lr=1e-2, save_every=5)
+    write_run(folder, plan, find(plan.model)[0], RunFile(options=options))
     step = folder / "step-000005"
     step.mkdir()
     (step / ".metadata").write_bytes(b"abc")
@@ -60,7 +61,10 @@ def run(tmp_path: Path, plan_of: Callable[..., Plan]) -> Path:
 
 def test_a_run_loads_without_the_source_of_its_model(run: Path) -> None:
     loaded = load_run(run)
-    assert (loaded.recipe.steps, loaded.recipe.lr, loaded.options) == (7, 1e-2, {"data": ["stdlib"], "save_every": 5})
+    assert (loaded.recipe, loaded.options) == (
+        Recipe(steps=7, lr=1e-2),
+        RunOptions(recipe=loaded.recipe).changed(save_every=5),
+    )
     assert loaded.plan.fingerprint == fingerprint(loaded.model)
     assert loaded.graph.name == "tiny"
     check_plan(loaded.plan, find(loaded.plan.model)[0])
@@ -113,7 +117,7 @@ def test_training_writes_nothing_into_a_newer_or_foreign_folder(
 
 def test_another_models_plan_is_refused(run: Path, plan_of: Callable[..., Plan]) -> None:
     plan = plan_of("tiny_gpt", Layout())
-    save_run(run, plan, find(plan.model)[0], Recipe(), {})
+    save_run(run, plan, find(plan.model)[0], Recipe())
     raw = json.loads((run / "model.json").read_text())
     assert raw["fingerprint"] == plan.fingerprint
     path = run / "plan.json"
@@ -193,8 +197,8 @@ def test_other_zips_are_refused(tmp_path: Path, head: str | None, says: str) -> 
 def test_a_continued_run_keeps_the_reference_of_its_model(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
     """The arguments of the model's function stay in plan.json, though a run loads its model from model.json."""
     plan = plan_of("stdlib-gpt(layers=1)", Layout(dp=2))
-    save_run(tmp_path, plan, find(plan.model)[0], Recipe(), {})
+    save_run(tmp_path, plan, find(plan.model)[0], Recipe())
     loaded = load_run(tmp_path)
     assert loaded.plan.model == str(tmp_path / "model.json")
-    save_run(tmp_path, loaded.plan, loaded.model, Recipe(), {})
+    save_run(tmp_path, loaded.plan, loaded.model, Recipe())
     assert load(tmp_path / "plan.json").model == "megaloom.examples.stdlib_gpt:stdlib_gpt(layers=1)"
