@@ -19,7 +19,7 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from megaloom.planner.contract.choices import LayoutField, ModuleSet, OverlapSet, Recompute, Shard
+from megaloom.planner.contract.choices import GradReduce, LayoutField, ModuleSet, OverlapSet, Recompute, Shard
 from megaloom.planner.contract.layout import FIELDS
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., object])
@@ -86,6 +86,7 @@ _OPTION_TYPES: dict[type, Any] = {
     bool: bool,
     Recompute: Recompute,
     Shard: bool,
+    GradReduce: GradReduce,
     ModuleSet: tuple[str, ...],
     OverlapSet: tuple[str, ...],
 }

@@ -1,4 +1,4 @@
-"""Values of layout fields: recompute mode, optimizer sharding, recomputed modules, overlaps; `LayoutField` reads them.
+"""Values of layout fields: recompute, optimizer sharding, gradients, modules, overlaps; `LayoutField` reads them.
 
 The names of recompute modes and modules are those of `megaloom.dsl.facts.recompute`, which says what each of them
 recomputes. This file does not import the dsl, so that `plan --help` starts at once. Each value is an integer, so that
@@ -88,6 +88,13 @@ class Shard(Choice):
     def switched(cls, on: bool) -> Shard:
         """Return the value that a switch of the distributed optimizer stands for."""
         return cls.OPTIMIZER if on else cls.NONE
+
+
+class GradReduce(Choice):
+    """Number format in which gradients are added up over micro-batches and reduced over ranks."""
+
+    FP32 = 0
+    BF16 = 1  # megatron-core's grad_reduce_in_fp32=False under bf16: as wide as the weights
 
 
 class Overlap(Member):
@@ -183,7 +190,7 @@ class LayoutField:
                 due = "true or false" if self.kind is bool else "a whole number"
                 raise ValueError(f"must be {due}, got {value!r:.40}")
             return value
-        known, single = choice_names(self.kind), issubclass(self.kind, Recompute | Shard)
+        known, single = choice_names(self.kind), issubclass(self.kind, Choice)
         if not single and (isinstance(value, str) or not isinstance(value, Iterable)):
             raise ValueError(f"must be a list of {', '.join(known)}; got {value!r:.40}")
         for name in [value] if single else value:
@@ -196,6 +203,6 @@ class LayoutField:
 
     def plain(self, value: int) -> int | str | list[str]:
         """Return the value of one layout as JSON has it."""
-        if isinstance(value, Recompute | Shard):
+        if isinstance(value, Choice):
             return str(value)
         return [str(one) for one in value] if isinstance(value, ModuleSet | OverlapSet) else self.kind(value)

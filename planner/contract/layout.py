@@ -15,6 +15,7 @@ from attrs import Factory, field, fields, frozen
 from .choices import (
     DEFAULT_MODULES,
     MICROBATCH_OVERLAPS,
+    GradReduce,
     LayoutField,
     Module,
     ModuleSet,
@@ -117,6 +118,12 @@ class LayoutFields(Generic[N]):
         "Default: 128.",
         default=VOCAB_MULTIPLE,
         minimum=1,
+    )
+    grad_reduce: N = _field(
+        GradReduce,
+        "grad-reduce",
+        "Number format in which gradients are added up and reduced. bf16 takes half the memory and is less exact, so "
+        "the search never chooses it. Default: fp32.",
     )
 
     @property
@@ -228,6 +235,7 @@ class Layout(LayoutFields[int]):
         sequence_parallel: bool
         recompute: Recompute
         shard: Shard
+        grad_reduce: GradReduce
         recompute_modules: ModuleSet
         overlaps: OverlapSet
 
@@ -281,4 +289,5 @@ class Layout(LayoutFields[int]):
         words += [f"overlap {'+'.join(o for o in self.overlaps if o not in usual)}"] if now - usual else []
         words += [f"no overlap of {'+'.join(o for o in Overlap if o in usual - now)}"] if usual - now else []
         words += [f"vocab multiple {self.vocab_multiple}"] if self.vocab_multiple != VOCAB_MULTIPLE else []
+        words += [f"{self.grad_reduce} gradients"] if self.grad_reduce is not GradReduce.FP32 else []
         return " ".join(words)

@@ -18,6 +18,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import parse_json, read_text
 from megaloom.dsl.quoting import shell_word
 
+from .choices import GradReduce
 from .layout import FIELDS, Layout
 from .plans import PLAN_VERSION, Plan, PlanError
 
@@ -48,7 +49,9 @@ def plan_from_json(text: str, where: str) -> Plan:
     if raw["version"] == 8 and isinstance(raw.get("layout"), dict):  # it padded the vocabulary no further than needed
         raw = raw | {"version": 9, "layout": {**raw["layout"], "vocab_multiple": 1}}
     if raw["version"] == 9:
-        raw = raw | {"version": PLAN_VERSION, "lora": None}
+        raw = raw | {"version": 10, "lora": None}
+    if raw["version"] == 10 and isinstance(raw.get("layout"), dict):
+        raw = raw | {"version": PLAN_VERSION, "layout": {**raw["layout"], "grad_reduce": str(GradReduce.FP32)}}
     if raw["version"] != PLAN_VERSION or isinstance(raw["version"], bool):
         raise PlanError(
             f"{where} is a plan of version {raw['version']!r}; this megaloom reads version {PLAN_VERSION}\n"

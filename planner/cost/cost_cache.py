@@ -31,7 +31,7 @@ from megaloom.dsl.value import (
     Pointwise,
 )
 from megaloom.planner.contract.capability import Execution
-from megaloom.planner.contract.choices import Overlap, OverlapSet
+from megaloom.planner.contract.choices import GradReduce, Overlap, OverlapSet
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import (
@@ -55,7 +55,7 @@ from .profiles.groups import FrameworkProfile
 # Fields of a layout on which node costs depend, without recompute.
 NODE_COST_FIELDS = (
     *("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "microbatch_overlap_bits"),
-    "vocab_multiple",
+    *("vocab_multiple", "grad_reduce"),
 )
 NODE_COSTS_OF = attrgetter(*NODE_COST_FIELDS)
 # Ops that may treat each token by itself.
@@ -174,7 +174,7 @@ class CostCache:
         out: dict[tuple[bool, bool], tuple[list[tuple[Layout, int]], Column]] = {}
         for seen in self._sensitivity:
             if (key := (seen.experts, seen.tokenwise)) not in out:
-                sharding = (x.tp, x.sequence_parallel, x.vocab_multiple)
+                sharding = (x.tp, x.sequence_parallel, x.vocab_multiple, x.grad_reduce)
                 first, which = alike(*sharding, *tokens[seen.tokenwise], *experts[seen.experts])
                 columns = (np.asarray(getattr(x, name))[first].tolist() for name in NODE_COST_FIELDS)
                 out[key] = [self._simplest(seen, *values) for values in zip(*columns, strict=True)], which
@@ -192,7 +192,7 @@ class CostCache:
 
     def _cost(self, i: int, x: Layout, seq: int) -> NodeCost:
         """Return the cost of node kind i under a simplest layout."""
-        key = (i, x.split, x.micro_batch, x.overlaps, seq)
+        key = (i, x.split, x.micro_batch, x.overlaps, x.grad_reduce, seq)
         if key not in self._costs:
             execution, facts = self._facts_of(i, x, seq)
             self._costs[key] = node_cost(self.job, self.structure.kinds[i], facts, execution, x, seq)
@@ -209,6 +209,7 @@ class CostCache:
         micro_batch: int,
         overlap_bits: int,
         vocab_multiple: int,
+        grad_reduce: int,
     ) -> tuple[Layout, int]:
         """Return the simplest layout, and its sequence length, under which such a node costs what it does here.
 
@@ -228,6 +229,7 @@ class CostCache:
             micro_batch=micro_batch,
             overlaps=OverlapSet(overlap_bits),
             vocab_multiple=vocab_multiple,
+            grad_reduce=GradReduce(grad_reduce),
         )
         return simplest, seq
 

@@ -183,7 +183,7 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layo
     row = np.zeros(len(CostColumn))
     by_part = np.zeros((len(job.structure.recompute_parts), len(MODULE_COLUMNS)))
     repeated = [
-        *_add_kernels(row, job, kind, facts, execution, layout.cp),
+        *_add_kernels(row, job, kind, facts, execution, layout),
         *_add_collectives(row, job, kind, facts, layout),
         *memory.saved_activations(job, kind, facts, layout, execution),
     ]
@@ -226,7 +226,7 @@ Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of 
 
 
 def _add_kernels(
-    row: Rows, job: Job, kind: NodeKind, facts: Costs, execution: Execution, cp: int
+    row: Rows, job: Job, kind: NodeKind, facts: Costs, execution: Execution, layout: Layout
 ) -> Iterator[Repeated]:
     """Add the seconds of a node's kernels to its row; yield the seconds that recompute repeats.
 
@@ -238,13 +238,20 @@ def _add_kernels(
     one = profile.kernels.host_launches * device.launch_seconds
     host_forward = host_backward = 0.0
     apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
-    stored, cores = execution.stores_scores, execution.body_cores(facts)
+    stored, cores, cp = execution.stores_scores, execution.body_cores(facts), layout.cp
     for work in facts.work:
         core, whole = cores.get(work), facts.gathers_sequence
         beside = None if execution.module else separate_seconds(work, device, precision)
         priced = core_seconds(work, core, device, precision, cp, whole) if core else beside if work.whole else None
         took = kernels.kernel_seconds(
-            work, device, precision, profile, inside=kind.in_recomputed_block, stored_scores=stored, priced=priced
+            work,
+            device,
+            precision,
+            profile,
+            inside=kind.in_recomputed_block,
+            stored_scores=stored,
+            priced=priced,
+            grad_reduce=layout.grad_reduce,
         )
         took = took if beside is None or work.whole else took.plus(beside)
         launch_forward, launch_backward = took.forward_kernels * one, took.backward_kernels * one
@@ -264,7 +271,8 @@ def _add_kernels(
         yield CostColumn.FORWARD, modules, max(took.forward + wait_forward, launch_forward)
     row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], host_forward)
     row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], host_backward)
-    width, passes = profile.optimizer.gradient_nbytes, profile.kernels.memory_passes.get("gradient", ONE_PASS)[1]
+    width = profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
+    passes = profile.kernels.memory_passes.get("gradient", ONE_PASS)[1]
     added = (precision.nbytes + 2 * width) * max(0, apart) + 2 * width * alone
     row[CostColumn.BACKWARD] += passes * added / device.moves
 

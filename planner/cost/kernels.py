@@ -12,6 +12,7 @@ from attrs import frozen
 
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.value import Fusion
+from megaloom.planner.contract.choices import GradReduce
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.workload import Precision
 
@@ -109,19 +110,21 @@ def kernel_seconds(
     inside: bool = True,
     stored_scores: bool = False,
     priced: KernelSeconds | None = None,
+    grad_reduce: GradReduce = GradReduce.FP32,
 ) -> KernelSeconds:
     """Return the seconds of one forward and one backward pass of this work, by one kernel for each product or chain.
 
     inside: the work is in a block, where products may have fewer than 16 bits. stored_scores: attention is not one
     fused kernel, but products and a softmax over all scores, which are saved. priced: its seconds without launches,
-    if known. A CPU process launches its own kernels, and a blocking framework waits for each, so that launches add. The
-    elements of a `cross_entropy`, which is no work of a node, are its logits.
+    if known. grad_reduce: the format of main gradients. A CPU process launches its own kernels, and a blocking
+    framework waits for each, so that launches add. The elements of a `cross_entropy`, which is no work of a node, are
+    its logits.
     """
     traffic = work.elements * precision.nbytes / device.moves
     if priced is not None:
         took = priced
     elif work.kind == "dot":
-        took = _product(work, device, precision if inside else precision.wide, profile, traffic)
+        took = _product(work, device, precision if inside else precision.wide, profile, traffic, grad_reduce)
     elif work.kind == "attend" and stored_scores:
         took = _unfused_attention(work, device, precision, traffic)
     elif work.kind == "attend":
@@ -154,7 +157,12 @@ def kernel_seconds(
 
 
 def _product(
-    work: Work, device: Device, precision: Precision, profile: FrameworkProfile, traffic: float
+    work: Work,
+    device: Device,
+    precision: Precision,
+    profile: FrameworkProfile,
+    traffic: float,
+    grad_reduce: GradReduce,
 ) -> KernelSeconds:
     """Return the seconds of the three products of a weight: y = x w, dx = dy w^T, dw = x^T dy.
 
@@ -167,7 +175,7 @@ def _product(
     depth = DEPTH * device.flops[precision] / device.flops[precision.wide]
     split = SPLIT if precision is Precision.FP8 and Precision.MXFP8 not in device.flops else 1.0
     fused = work.count * n * k if profile.kernels.wgrad_fusion and work.wgrad else 0
-    concurrent = 2 * profile.optimizer.gradient_nbytes * fused if work.count > 1 else 0
+    concurrent = 2 * profile.optimizer.main_gradient_nbytes(grad_reduce) * fused if work.count > 1 else 0
     seconds = []
     for flops, shape, share, nbytes_seconds in (
         (work.flops, (m, n, k), 1.0, traffic),

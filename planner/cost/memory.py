@@ -214,14 +214,16 @@ def state_bytes(
     distributed optimizer shards its state over the copies of a weight; a shard is rounded up.
     """
     settings, elements = profile.optimizer, params + expert_params
+    grad_reduce: Any = layout.grad_reduce
+    gradient, step = settings.main_gradient_nbytes(grad_reduce), settings.held_in_step_nbytes(grad_reduce)
     sharded = 2 * settings.moment_nbytes + (0 if precision is Precision.FP32 else MASTER) + settings.extra_shard_nbytes
     dense: Any = layout.dense_shards  # numbers, or columns as the elements are
     experts: Any = layout.expert_shards
     return StateBytes(
         weights=(settings.weight_nbytes or precision.nbytes) * (elements + frozen_params),
-        gradients=(settings.gradient_nbytes + settings.extra_weight_nbytes) * elements,
+        gradients=(gradient + settings.extra_weight_nbytes) * elements,
         optimizer=-(-sharded * params // dense) - (-sharded * expert_params // experts),
-        step=-(-settings.step_held_nbytes * params // dense) - (-settings.step_held_nbytes * expert_params // experts),
+        step=-(-step * params // dense) - (-step * expert_params // experts),
     )
 
 

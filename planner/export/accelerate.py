@@ -16,13 +16,13 @@ from attrs import fields
 
 from megaloom.dsl import MLP, Attention, Graph, Layer, LayerNorm
 from megaloom.dsl.show.formatting import declared
-from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Recompute
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, GradReduce, Recompute
 from megaloom.planner.contract.layout import VOCAB_MULTIPLE, Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 
 from .decoder import DecoderModel, read_decoder
-from .megatron_lm import OVERLAP_OPTIONS
+from .megatron_lm import GRADIENTS_IN_BF16, OVERLAP_OPTIONS
 from .quoting import title
 from .slurm import machines
 from .target import Target, refuse
@@ -62,6 +62,9 @@ def _other_arguments(x: Layout) -> str:
     if x.vocab_multiple != VOCAB_MULTIPLE:  # Megatron-LM's default
         what.append("vocabulary padding")
         arguments["make_vocab_size_divisible_by"] = x.vocab_multiple
+    if x.grad_reduce is GradReduce.BF16:
+        what.append("format of gradients")
+        arguments[GRADIENTS_IN_BF16.replace("-", "_")] = True
     if not arguments:
         return ""
     items = ", ".join(f'"{name}": {value}' for name, value in arguments.items())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaloom.dsl import Graph
-from megaloom.planner.contract.choices import Overlap, Recompute
+from megaloom.planner.contract.choices import GradReduce, Overlap, Recompute
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 
@@ -64,6 +64,9 @@ def _pairs(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
             f"precision {plan.workload.precision}",
             f"plan with --precision {' or '.join(RECIPES)}",
         )
+    if plan.layout.grad_reduce is not GradReduce.FP32:
+        what = f"{plan.layout.grad_reduce} gradients: its named recipes of mixed precision reduce gradients in fp32"
+        refuse(Target.MEGATRON_BRIDGE, what, "use `megaloom export --to megatron-lm`, or plan with --grad-reduce fp32")
     options = {one.name: one.values for one in megatron_options(plan, graph, Target.MEGATRON_BRIDGE).model}
     yield from ((f"model.{key}", options[name][0]) for name, key in MODEL_KEYS.items() if name in options)
     yield "dataset.seq_length", plan.workload.seq

@@ -14,7 +14,7 @@ from attrs import frozen
 from megaloom.dsl import Graph, LayerNorm, RMSNorm
 from megaloom.dsl.ops.weight import INITIAL_STD
 from megaloom.dsl.show.formatting import declared
-from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Module, Overlap, Recompute
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, GradReduce, Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
@@ -135,9 +135,10 @@ OVERLAP_OPTIONS = {
     Overlap.TENSOR: "tp-comm-overlap",
     Overlap.EXPERTS: "overlap-moe-expert-parallel-comm",
 }
+GRADIENTS_IN_BF16 = "grad-reduce-in-bf16"
 PRECISION_OPTIONS = {
     Precision.FP32: (),
-    # bf16 always reduces gradients in fp32, fp16 only with the option.
+    # bf16 reduces gradients in fp32 unless GRADIENTS_IN_BF16 is given, fp16 only with the option.
     Precision.BF16: (option("bf16"),),
     Precision.FP16: (option("fp16"), option("accumulate-allreduce-grads-in-fp32")),
     Precision.FP8: (option("bf16"), option("fp8-format", "hybrid"), option("fp8-recipe", "tensorwise")),
@@ -151,6 +152,8 @@ def _step(plan: Plan, m: DecoderModel, target: Target) -> Iterator[Option]:
     yield option("micro-batch-size", plan.layout.micro_batch)
     yield option("global-batch-size", plan.workload.batch)
     yield from PRECISION_OPTIONS[precision]
+    if plan.layout.grad_reduce is GradReduce.BF16:
+        yield option(GRADIENTS_IN_BF16)
     if m.moe and precision.wide is Precision.BF16:
         yield option("moe-grouped-gemm")  # one kernel for all experts: Megatron-LM has it for bf16 only
     elif Module.MOE_ACT in plan.layout.recomputed_modules:

@@ -15,6 +15,7 @@ from megaloom.dsl import Graph
 from megaloom.dsl.sharding_table import padded_vocabulary
 from megaloom.planner.contract.choices import (
     MICROBATCH_OVERLAPS,
+    GradReduce,
     Overlap,
     OverlapSet,
     Recompute,
@@ -43,6 +44,7 @@ def config_toml(plan: Plan, graph: Graph) -> str:
         known = ", ".join(f"{f.model} {f.name}" for f in FLAVORS)
         _refuse(f"{graph.name}: it trains its own models only", f"its models are {known}\n{TRAIN_INSTEAD}")
     _check_precision(plan)
+    _check_gradients(plan.layout)
     recomputed_layers(plan.layout, m, Target.TORCHTITAN)
     _check_overlaps(plan.layout)
     _check_layout(plan.layout, flavor)
@@ -76,6 +78,12 @@ def _check_precision(plan: Plan) -> None:
             f"bf16 on {x}: it has fp32 weights beside those in bf16 only where dp or cp is above 1",
             "plan with --dp 2 or more, --cp 2 or more, or --precision fp32",
         )
+
+
+def _check_gradients(x: Layout) -> None:
+    """Refuse gradients in bf16: the only value of torchtitan's training.mixed_precision_reduce is float32."""
+    if x.grad_reduce is not GradReduce.FP32:
+        _refuse(f"{x.grad_reduce} gradients: it reduces gradients in fp32 only", "plan with --grad-reduce fp32")
 
 
 def _check_overlaps(x: Layout) -> None:

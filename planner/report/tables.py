@@ -11,8 +11,8 @@ from rich.table import Table
 
 from megaloom.dsl.graph import Graph
 from megaloom.dsl.node import Node
-from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS
-from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, GradReduce
+from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.search.reasons import difference_text
 
@@ -28,7 +28,8 @@ MAX_RANK_ROWS = 16  # of pipeline ranks that are shown in full
 
 def layout_table(*plans: Plan, names: Sequence[str] = ()) -> Table:
     """Return the table of workload and layout, one row per plan, with its name in front if `names` are given."""
-    return _plan_rows([_layout_cells(plan) for plan in plans], names)
+    formats = any(plan.layout.grad_reduce is not GradReduce.FP32 for plan in plans)
+    return _plan_rows([_layout_cells(plan, formats) for plan in plans], names)
 
 
 def prediction_table(*plans: Plan, names: Sequence[str] = ()) -> Table:
@@ -51,7 +52,8 @@ def _plan_rows(rows: Sequence[dict[str, str]], names: Sequence[str], gap: int = 
     )
 
 
-def _layout_cells(plan: Plan) -> dict[str, str]:
+def _layout_cells(plan: Plan, formats: bool) -> dict[str, str]:
+    """Return the cells of a plan by column; formats: with that of gradients, which is shown where it is not fp32."""
     x, w = plan.layout, plan.workload
     return {
         "GPUs": str(plan.cluster),
@@ -68,6 +70,7 @@ def _layout_cells(plan: Plan) -> dict[str, str]:
         "SP": _on_off(x.sequence_parallel),
         "recompute": x.recompute_text,
         "dist-opt": _on_off(x.distributed_optimizer),
+        **({FIELDS["grad_reduce"].title: str(x.grad_reduce)} if formats else {}),
         "overlap": active_overlaps(x),
     }
 

@@ -7,10 +7,11 @@ from math import lcm
 
 import numpy as np
 
-from megaloom.planner.contract.choices import Module, ModuleSet
+from megaloom.planner.contract.choices import GradReduce, Module, ModuleSet
 from megaloom.planner.contract.devices import a
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column
+from megaloom.planner.contract.workload import Precision
 
 from .divisors import divisors, multiples, nearest
 from .rule import (
@@ -183,6 +184,17 @@ def _precision_text(case: Case[Layout]) -> Words:
     return f"{a(device.name)} has no known peak FLOP/s in {precision}", f"use --precision {' or '.join(device.flops)}"
 
 
+def _grad_reduce(case: Case[L]) -> Truth:
+    holds: Truth = (case.layout.grad_reduce == GradReduce.FP32) | (case.workload.precision.wide is Precision.BF16)
+    return holds
+
+
+def _grad_reduce_text(case: Case[Layout]) -> Words:
+    x, wide = case.layout, case.workload.precision.wide
+    message = f"`--grad-reduce {x.grad_reduce}` needs weights in {x.grad_reduce}, and `--precision {wide}` has none"
+    return message, f"use --grad-reduce {GradReduce.FP32}, or --precision {Precision.BF16}"
+
+
 STEP_RULES = (
     Rule(
         id="batch",
@@ -293,5 +305,15 @@ STEP_RULES = (
         source="without it, no step can be priced",
         holds=_precision,
         explain=_precision_text,
+    ),
+    Rule(
+        id="grad-reduce",
+        sentence="`--grad-reduce bf16` needs weights in bf16: `--precision bf16`, fp8, mxfp8 or nvfp4.",
+        fix="use --grad-reduce fp32, or --precision bf16",
+        owner=Owner.PLANNER,
+        source="megatron-core accepts it and reduces gradients in the format of the weights "
+        "(distributed_data_parallel.py:147)",
+        holds=_grad_reduce,
+        explain=_grad_reduce_text,
     ),
 )

@@ -16,6 +16,7 @@ from attrs import evolve, frozen
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.choices import (
     MICROBATCH_OVERLAPS,
+    GradReduce,
     Overlap,
     OverlapSet,
     Shard,
@@ -137,6 +138,7 @@ class CandidateSpace:
         columns = dict(zip(("tp", "pp", "cp", "dp", "etp", "ep", "sequence_parallel"), rows.T, strict=True))
         plain = {name: ones if name in ("vpp", "micro_batch") else zeros for name in NAMES}
         plain["vocab_multiple"] = ones * self.fixed.get("vocab_multiple", VOCAB_MULTIPLE)
+        plain["grad_reduce"] = ones * self.fixed.get("grad_reduce", GradReduce.FP32)
         degrees = Layouts(**plain | columns)
         first, which = alike(degrees.sequence_parallel, degrees.tp, degrees.ep)
         overlaps = [column("overlaps", self._inner_overlaps(degrees[int(i)])) for i in first]

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
-from megaloom.planner.contract.choices import ModuleSet, OverlapSet
+from megaloom.planner.contract.choices import GradReduce, ModuleSet, OverlapSet
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.workload import Precision, Workload
@@ -237,18 +237,19 @@ def _with(pricer: Pricer, **changes: Any) -> Pricer:
 
 def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
     """Return a layout that fits the memory, or None if none is found. Layouts with PLAIN_AXES come first."""
-    for chosen in ({**PLAIN_AXES, **fixed}, fixed) if _state_fits(pricer) else ():
+    for chosen in ({**PLAIN_AXES, **fixed}, fixed) if _state_fits(pricer, fixed) else ():
         candidates = Candidates(pricer, chosen)
         if len(candidates.base_layouts) and (partition := _fast_or_leanest(candidates)) is not None:
             return partition
     return None
 
 
-def _state_fits(pricer: Pricer) -> bool:
+def _state_fits(pricer: Pricer, fixed: FixedAxes) -> bool:
     """Return True if all devices together can hold weights, gradients and optimizer state once."""
-    part = pricer.partition(Layout()).stages[0]
+    one = Layout(grad_reduce=fixed.get("grad_reduce", GradReduce.FP32))
+    part = pricer.partition(one).stages[0]
     elements, precision = (part.params, part.expert_params), pricer.workload.precision
-    once = state_bytes(*elements, Layout(), precision, pricer.profile, frozen_params=part.frozen_params)
+    once = state_bytes(*elements, one, precision, pricer.profile, frozen_params=part.frozen_params)
     return once.total <= pricer.capacity * pricer.cluster.count
 
 

@@ -195,7 +195,7 @@ def end_of_rank(placed: Partition, rank: int) -> EndOfStep:
     for i, ranks in placed.copies.items():
         if rank in ranks and len(ranks) > 1:
             stride = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (x.world // x.pp)
-            nbytes = problem.job.profile.optimizer.gradient_nbytes * table.shared_elements[i]
+            nbytes = problem.job.profile.optimizer.main_gradient_nbytes(x.grad_reduce) * table.shared_elements[i]
             part = nbytes, ProcessGroup(len(ranks), stride)
             tied += communication.collective_seconds("all_reduce", problem.job.cluster, part)
     mine = placed.stages[rank :: x.pp]
@@ -219,9 +219,10 @@ def end_of_step(
     norm = [ProcessGroup(layout.world, 1)]
     if state.optimizer == INVARIANT:
         norm = [communication.process_group(axis, layout) for axis in ("pp", "tp")]
+    gradient = optimizer.main_gradient_nbytes(layout.grad_reduce)
     exposed = []  # seconds of gradient reduction and weight gather
     for transition, overlap, nbytes, hidden in (
-        (state.reduction, Overlap.GRADIENTS, optimizer.gradient_nbytes, window.backward),
+        (state.reduction, Overlap.GRADIENTS, gradient, window.backward),
         (state.gather, Overlap.WEIGHTS, precision.nbytes, window.forward),
     ):
         kind = transition.communication
@@ -237,8 +238,9 @@ def end_of_step(
         else:  # dense weights, then expert weights
             exposed.append(sum(communication.collective_seconds(kind, cluster, part) for part in whole))
     shard = params / layout.dense_shards + experts / layout.expert_shards
-    moved = (optimizer.step_moved_nbytes + (0 if precision is Precision.FP32 else COPIED)) * shard
-    moved += optimizer.gradient_nbytes * (params + experts)  # set to zero
+    copied = 0 if precision is Precision.FP32 else COPIED
+    moved = (optimizer.moved_in_step_nbytes(layout.grad_reduce) + copied) * shard
+    moved += gradient * (params + experts)  # set to zero
     number = NBYTES[DType.FLOAT32]
     waits = sum(communication.collective_seconds("all_reduce", cluster, (number, group)) for group in norm)
     reduction, gathering = exposed

@@ -20,7 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.choices import GradReduce, Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.megatron.multi_tensor import use_foreach_kernels
 from megaloom.runtime.megatron.optimizer_state import optimizers_of
@@ -38,12 +38,12 @@ ENDLESS = 2**62
 def wrap_in_ddp(
     model_chunks: list[ModelChunk], config: TransformerConfig, groups: ProcessGroups, bucket_size: int | None = None
 ) -> list[DistributedDataParallel]:
-    """Wrap model chunks in DDP, with gradients in contiguous fp32 buffers that are reduced bucket by bucket.
+    """Wrap model chunks in DDP, with gradients in contiguous buffers that are reduced bucket by bucket.
 
-    With overlapped reduction, a bucket is reduced as soon as the last micro-batch has filled it; `config.no_sync_func`
-    tells the schedules to hold reduction back before. With overlapped weight gathering, each module waits for its own
-    weights before it runs: in training, in evaluation, and after a load. bucket_size: gradients of a bucket; None for
-    megatron-core's default.
+    The buffers have the layout's format of gradients, fp32 or bf16. With overlapped reduction, a bucket is reduced as
+    soon as the last micro-batch has filled it; `config.no_sync_func` tells the schedules to hold it back before. With
+    overlapped weight gathering, each module waits for its own weights before it runs: in training, in evaluation, and
+    after a load. bucket_size: gradients of a bucket; None for megatron-core's default.
     """
     ddp_config = _ddp_config(groups.layout, bucket_size)
     chunks = [
@@ -64,7 +64,7 @@ def wrap_in_ddp(
 def _ddp_config(layout: Layout, bucket_size: int | None) -> DistributedDataParallelConfig:
     replicated = layout.dp * layout.cp > 1
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=layout.grad_reduce is GradReduce.FP32,
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=replicated and layout.has_overlap(Overlap.GRADIENTS),
         overlap_param_gather=replicated and layout.has_overlap(Overlap.WEIGHTS),

@@ -79,7 +79,11 @@ MOMENTS_16 = Feature(
         "moment_nbytes": coded(
             2,
             "Megatron-Bridge, recipes/deepseek/deepseek_v3.py: exp_avg_dtype and exp_avg_sq_dtype are bfloat16",
-        )
+        ),
+        "copies_bf16_gradients": coded(
+            False,
+            "megatron-core 0.16.1, optimizer/distrib_optimizer.py:2417: the optimizer of such moments reads them as is",
+        ),
     },
 )
 

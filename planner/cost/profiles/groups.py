@@ -13,13 +13,14 @@ from typing import Any
 
 from attrs import evolve, field, fields, fields_dict, frozen
 
-from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.choices import GradReduce, N, Overlap
 
 from .figures import Figure, FigureKind, setting
 
 Passes = Mapping[str, tuple[float, float]]
 """Passes over memory of a kind of kernel, forward and backward, per pass that the facts count."""
 ONE_PASS = (1.0, 1.0)
+BF16, FP32 = 2, 4  # bytes of a gradient
 
 
 class ContextCommunication(StrEnum):
@@ -111,9 +112,30 @@ class OptimizerSettings:
     extra_shard_nbytes: int = setting(
         0, "held all the time beside the optimizer state", unit="bytes per element of the optimizer's shard"
     )
-    gradient_nbytes: int = setting(4, "held by the main gradient", unit="bytes per element")
+    gradient_nbytes: int = setting(
+        4, "held by the main gradient where the layout does not reduce it in bf16", unit="bytes per element"
+    )
     weight_nbytes: int = setting(0, "held by a weight; 0: as wide as the precision", unit="bytes per element")
     extra_weight_nbytes: int = setting(0, "held all the time beside weight and main gradient", unit="bytes per element")
+    copies_bf16_gradients: bool = setting(
+        True,
+        "the step makes an fp32 copy of the bf16 gradients of its shard",
+        source="megatron-core 0.16.1, optimizer/distrib_optimizer.py:2419 and optimizer/optimizer.py:759: .float()",
+    )
+
+    def main_gradient_nbytes(self, grad_reduce: N) -> N:
+        """Return the bytes of an element of the main gradient, for this format or for a column of formats."""
+        return GradReduce.look_up(grad_reduce, {GradReduce.FP32: self.gradient_nbytes, GradReduce.BF16: BF16})
+
+    def held_in_step_nbytes(self, grad_reduce: N) -> N:
+        """Return the bytes that a step of the optimizer holds, per element of its shard."""
+        copy = self.step_held_nbytes + FP32 * self.copies_bf16_gradients
+        return GradReduce.look_up(grad_reduce, {GradReduce.FP32: self.step_held_nbytes, GradReduce.BF16: copy})
+
+    def moved_in_step_nbytes(self, grad_reduce: N) -> N:
+        """Return the bytes that a step of the optimizer moves, per element of its shard."""
+        copy = self.step_moved_nbytes + (BF16 + FP32) * self.copies_bf16_gradients
+        return GradReduce.look_up(grad_reduce, {GradReduce.FP32: self.step_moved_nbytes, GradReduce.BF16: copy})
 
 
 @frozen(kw_only=True)

@@ -297,6 +297,7 @@ def test_every_field_of_a_layout_is_known_here() -> None:
         *("recompute", "recompute_modules", "recompute_layers", "microbatch_group", "shard"),
         "overlaps",
         "vocab_multiple",
+        "grad_reduce",
     }
 
 
