@@ -55,6 +55,11 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
         return load_model(file), str(file.resolve())
     if ref.endswith(CONFIG_ENDINGS) or (isfile(join(ref, "config.json")) and ref not in examples()):
         own, changes = _arguments_of_config(ref, arguments)
+        if own.get("conversations") and own.get("padded"):
+            raise UserError(
+                f"{ref}: conversations=true and padded=true exclude each other, since conversations are packed\n"
+                "omit one of them"
+            )
         model = read(changed_config(ref, changes), balance=own.get("balance"))
         model = for_conversations(model) if own.get("conversations") else packed(model) if own.get("padded") else model
         return model, with_arguments(str(config_file(ref).resolve()), {**changes, **own})

@@ -36,6 +36,12 @@ def words_as_arguments(words: Sequence[str]) -> dict[str, object]:
     arguments: dict[str, object] = {}
     for word in words:
         name, equals, value = word.partition("=")
+        outer, dot, inner = name.strip().partition(".")
+        if equals and dot and outer.isidentifier():
+            raise UserError(
+                f"--set {word} names a field inside {outer}, and --set takes fields of the outermost level\n"
+                f"give the object with all its fields: --set \"{outer}={{'{inner}': {value.strip()}, …}}\""
+            )
         if not equals or not name.strip().isidentifier():
             raise UserError(f"--set {word} has no NAME=VALUE\ngive --set layers=24")
         arguments[name.strip()] = Word(value.strip())

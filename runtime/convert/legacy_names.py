@@ -54,6 +54,8 @@ HEADS = {
     "language_model.embedding.position_embeddings": "embedding.position_embeddings",
     "language_model.embedding.tokentype_embeddings": "embedding.tokentype_embeddings",
 }
+EXPERTS = (".mlp.router.", ".mlp.local_experts.")
+"""Parts of the names of SwitchMLP, the mixture of experts of these layers."""
 SPLITS = {"linear_qkv": 3, "linear_kv": 2}
 """Projections in one matrix."""
 PROJECTIONS_FIRST, PROJECTIONS_LAST, CURRENT = 0, 1, (2, 3)
@@ -77,7 +79,7 @@ def tensors_of_rank(weights: Mapping[str, Any], version: object, model: LegacyMo
     """Return the tensors of a rank by the names of megatron-core, rows of attention in megatron-core's order.
 
     version: the checkpoint_version of its file. Names that are not known stay as they are. Raise UserError for an
-    unknown version, or rows that are no whole heads.
+    unknown version, experts, or rows that are no whole heads.
     """
     if version not in (PROJECTIONS_FIRST, PROJECTIONS_LAST, *CURRENT):
         raise UserError(
@@ -86,6 +88,11 @@ def tensors_of_rank(weights: Mapping[str, Any], version: object, model: LegacyMo
         )
     out = {}
     for name, x in _flat(weights, ""):
+        if any(part in name for part in EXPERTS):
+            raise UserError(
+                f"{name} is of a mixture of experts from before megatron-core, which is not read\n"
+                "load it with its own Megatron-LM, and save it with --use-mcore-models"
+            )
         core = _core_name(name, model.family)
         if version not in CURRENT and (splits := SPLITS.get(core.rpartition(".")[0].rpartition(".")[2])):
             heads = model.heads // tp

@@ -229,3 +229,9 @@ def test_whatever_a_file_raises_is_one_message(write, raised: str) -> None:
     assert "inside.py:m fails: " in message("inside.py")
     write(HEAD + ODD + "def m() -> Model:\n    return Error()\n", "returns.py")
     assert "but returns <Error>" in message("returns.py")
+
+
+def test_conversations_with_padding_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="conversations=true and padded=true exclude each other"):
+        find(str(tmp_path), {"conversations": True, "padded": True})

@@ -82,6 +82,13 @@ def test_a_value_of_a_file_has_the_type_already(name: str, value: object) -> Non
     assert checked(widths=[1, 2])["widths"] == (1, 2)
 
 
+def test_a_field_inside_an_object_is_refused_with_the_object() -> None:
+    with pytest.raises(
+        UserError, match=r"names a field inside rope_scaling(.|\n)*--set \"rope_scaling=\{'factor': 8, …\}"
+    ):
+        words_as_arguments(["rope_scaling.factor=8"])
+
+
 def test_names_are_those_of_the_function() -> None:
     assert refusal(layer=3).startswith("sized has no parameter 'layer': did you mean layers?\nit takes layers, eps,")
     with pytest.raises(UserError, match="sized needs layers: give each argument of this function a default, or"):

@@ -143,6 +143,10 @@ def test_unknown_versions_names_and_rows_are_refused(tmp_path: Path) -> None:
         return {"model": {"language_model": {**inside, "other": {"weight": torch.ones(1)}}}}
 
     assert "unknown: language_model.other.weight" in refusal(renamed)
+    experts = {
+        "model": {"language_model": {"encoder": {"layers.0.mlp.local_experts.0.dense_h_to_4h.weight": w["wte"]}}}
+    }
+    assert "local_experts.0.dense_h_to_4h.weight is of a mixture of experts" in refusal(lambda state: experts)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("newest")
     with pytest.raises(UserError, match="'newest', which is not an iteration"):
         open_weights(tmp_path).check(model)
