@@ -199,13 +199,10 @@ class ShortRun:
         """Return the gradients of the first step, on rank 0."""
         return self.engine.gradients(partial(self.sample, 0))
 
-    def noise(self, gradients: Mapping[str, WeightGradient] | None) -> dict[str, float]:
-        """Return, on rank 0, by how much an element of each of these gradients changes if weights are rounded."""
+    def rounded_gradients(self) -> dict[str, WeightGradient] | None:
+        """Return, on rank 0, the gradients of the first step with rounded weights."""
         with rounded_weights(self.engine.model_chunks):
-            rounded = self.gradients()
-        if gradients is None or rounded is None:
-            return {}
-        return {name: _largest(g.value - gradients[name].value) for name, g in rounded.items()}
+            return self.gradients()
 
     def fed(self, step: int) -> Any:
         """Return what this rank passes to the engine in a step."""
@@ -242,14 +239,19 @@ def reference_run(
 ) -> tuple[Curve, tuple[GradientDifference, ...]]:
     """Train as `short_run` does, and return the differences of the gradients in a file; rank 0 has them."""
     run = ShortRun.of(plan, without_dropout(planned_model(plan), dropping), steps, seed)
-    expected = run.gradients()
-    noise = run.noise(expected)
+    rounded = run.rounded_gradients()
+    expected, curve = run.gradients_and_curve(steps)
     differences: tuple[GradientDifference, ...] = ()
-    if expected is not None:
+    if expected is not None and rounded is not None:
         values = {name: g.value for name, g in expected.items()}
-        precision = plan.workload.precision
+        noise, precision = rounding_noise(expected, rounded), plan.workload.precision
         differences = gradient_differences(run.engine.graph, torch.load(file), values, noise, precision)
-    return run.curve(steps), differences
+    return curve, differences
+
+
+def rounding_noise(gradients: Mapping[str, WeightGradient], rounded: Mapping[str, WeightGradient]) -> dict[str, float]:
+    """Return by how much an element of each gradient changes if weights are rounded."""
+    return {name: _largest(g.value - gradients[name].value) for name, g in rounded.items()}
 
 
 def gradient_differences(

@@ -27,6 +27,7 @@ from megaloom.runtime.training.verify import (
     Curve,
     ShortRun,
     gradient_differences,
+    rounding_noise,
     single_process,
     tolerance,
 )
@@ -158,22 +159,23 @@ def reference(case: Case) -> Reference:
     """Train in one process, with micro-batches of one sequence and without padding."""
     plan = single_process(case.plan, case.make())
     run = started(case, evolve(plan, layout=evolve(plan.layout, micro_batch=1)))
-    gradients = run.gradients()
-    assert gradients is not None
-    noise, curve = run.noise(gradients), run.curve(STEPS)
+    rounded = run.rounded_gradients()
+    gradients, curve = run.gradients_and_curve(STEPS)
+    assert gradients is not None and rounded is not None
+    noise = rounding_noise(gradients, rounded)
     found = {n: (g.value, g.disagreement) for n, g in gradients.items()}
     early = Trace(curve, whole_weights(run.engine), found, run.evaluation())
     late = Trace(run.curve(LATER, first=STEPS), whole_weights(run.engine))
     if plan.workload.precision is not Precision.FP32:
         other = started(case, evolve(plan, layout=evolve(plan.layout, micro_batch=1)))
-        (after_three, norms), (after_five, _) = noise_of(other, early, STEPS), noise_of(other, late, LATER)
+        (after_three, norms), (after_five, _) = noise_after(other, early, STEPS), noise_after(other, late, LATER)
         return Reference(early, late, noise, (after_three, after_five), norms)
     if case.feed is Feed.OWN_STEP:  # which the oracles do not know
         return Reference(early, late, noise)
     return evolve(Reference(early, late, noise), **_oracle(case, run, early, noise))
 
 
-def noise_of(run: LongRun, expected: Trace, steps: int) -> tuple[dict[str, float], tuple[float, ...]]:
+def noise_after(run: LongRun, expected: Trace, steps: int) -> tuple[dict[str, float], tuple[float, ...]]:
     """Train on in 16 bits with weights that are rounded anew before each step. Return how far weights and norms end.
 
     The optimizer has weights of 32 bits, which are not rounded: only gradients have the noise. The norm of a step has
@@ -199,11 +201,12 @@ def _oracle(case: Case, run: LongRun, early: Trace, noise: Mapping[str, float]) 
         oracle.give(of_config(case.model).weights)
     oracle.twin = TWINS.get(case.model.rpartition("twins.py:")[2])
     batches = [stacked(partial(run.sample, step), range(size)) for step in range(STEPS)]
-    loss, declared = oracle.backward(batches[0])
-    others = [(loss, declared)]
+    lrs = learning_rates(run.engine, STEPS)
+    balance = oracle.balancing_gradients(batches[0]) if case.model.startswith(HF) else {}
+    first, declared = oracle.step_with_gradients(batches[0], lrs[0])
+    others = [(first.loss, declared)]
     if case.model.startswith(HF):
         theirs, gradients = transformers_step(case.model, batches[0])
-        balance = oracle.balancing_gradients(batches[0])
         others.append((theirs, {n: gradients[n] + g for n, g in balance.items()}))
     assert early.gradients is not None and early.weights is not None
     precision, graph_, differing, worst = Precision.FP32, run.engine.graph, list[str](), 0.0
@@ -212,8 +215,7 @@ def _oracle(case: Case, run: LongRun, early: Trace, noise: Mapping[str, float]) 
         for d in gradient_differences(graph_, early.gradients, expected, noise, precision):
             worst = max(worst, known(d.relative))
             differing += [] if d.relative <= tolerance(precision) else [d.weight]
-    lrs = learning_rates(run.engine, STEPS)
-    steps = [oracle.step(batch, lr) for batch, lr in zip(batches, lrs, strict=True)]
+    steps = [first, *(oracle.step(batch, lr) for batch, lr in zip(batches[1:], lrs[1:], strict=True))]
     losses += [abs(s.loss - ours) for s, ours in zip(steps, early.curve.losses, strict=True)]
     losses += [abs(s.grad_norm - ours) / max(1.0, ours) for s, ours in zip(steps, early.curve.grad_norms, strict=True)]
     expected = {n: oracle.weights[n].detach() for n in early.weights}

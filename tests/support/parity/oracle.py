@@ -61,13 +61,14 @@ class Oracle:
         optimizer = torch.optim.AdamW(list(groups), recipe.peak_lr, (recipe.beta1, recipe.beta2), recipe.eps)
         return cls(model, recipe, weights, optimizer)
 
-    def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        """Return the loss of a global batch, and its gradients by the names of the weights."""
-        return self._backward(batch)[:2]
-
     def step(self, batch: Batch, lr: float | None = None) -> OracleStep:
         """Train on a global batch."""
-        loss, _, choices = self._backward(batch)
+        return self.step_with_gradients(batch, lr)[0]
+
+    def step_with_gradients(self, batch: Batch, lr: float | None = None) -> tuple[OracleStep, dict[str, Tensor]]:
+        """Train on a global batch, and return its gradients too, before clipping."""
+        loss, found, choices = self._backward(batch)
+        gradients = {name: g.clone() for name, g in found.items()}
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.recipe.clip_grad).item()
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.peak_lr if lr is None else lr
@@ -77,7 +78,7 @@ class Oracle:
             counts = chosen.flatten(0, -2).sum(0)
             self.weights[name] += (MOVES if rate is None else rate) * (counts.mean() - counts).sign()
         self.done += 1
-        return OracleStep(loss, norm)
+        return OracleStep(loss, norm), gradients
 
     def _backward(self, batch: Batch) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         """Return loss, gradients, and which experts the tokens went to, by the name of the correction."""

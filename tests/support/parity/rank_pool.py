@@ -33,6 +33,7 @@ from megaloom.runtime.training.verify import (
     Curve,
     ShortRun,
     gradient_differences,
+    rounding_noise,
     single_process,
     tolerance,
 )
@@ -317,19 +318,21 @@ def reference(case: Case) -> tuple[Curve, dict[str, torch.Tensor], dict[str, flo
     """Return curve, gradients and their noise in one process, and how they differ from the oracle's."""
     model = case.make()
     run = ShortRun.of(single_process(case.plan, model), model, STEPS, SEED)
-    gradients = run.gradients()
-    assert gradients is not None
-    noise, curve = run.noise(gradients), run.curve(STEPS)
+    rounded = run.rounded_gradients()
+    gradients, curve = run.gradients_and_curve(STEPS)
+    assert gradients is not None and rounded is not None
+    noise = rounding_noise(gradients, rounded)
     size, limit = case.plan.workload.batch, tolerance(case.plan.workload.precision)
     if case.plan.workload.precision is not Precision.FP32:  # the oracle computes in fp32
         return curve, {k: g.value for k, g in gradients.items()}, noise, Comparison(curve, curve, limit)
     oracle = Oracle.of(model, run.engine.recipe)
     batches = [stacked(partial(run.sample, step), range(size)) for step in range(STEPS)]
-    _, declared = oracle.backward(batches[0])
+    rates = learning_rates(run.engine, STEPS)
+    first, declared = oracle.step_with_gradients(batches[0], rates[0])
     values = {name: (g.value, g.disagreement) for name, g in gradients.items()}
     precision = case.plan.workload.precision
     differences = gradient_differences(run.engine.graph, values, declared, noise, precision)
-    steps = [oracle.step(batch, lr) for batch, lr in zip(batches, learning_rates(run.engine, STEPS), strict=True)]
+    steps = [first, *(oracle.step(batch, lr) for batch, lr in zip(batches[1:], rates[1:], strict=True))]
     exact = Curve(tuple(s.loss for s in steps), tuple(s.grad_norm for s in steps))
     return curve, {k: g.value for k, g in gradients.items()}, noise, Comparison(curve, exact, limit, differences)
 
