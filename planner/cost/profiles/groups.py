@@ -20,7 +20,7 @@ from .figures import Figure, FigureKind, setting
 Passes = Mapping[str, tuple[float, float]]
 """Passes over memory of a kind of kernel, forward and backward, per pass that the facts count."""
 ONE_PASS = (1.0, 1.0)
-BF16, FP32 = 2, 4  # bytes of a gradient
+_NBYTES = {GradReduce.FP32: 4, GradReduce.BF16: 2}  # of a gradient
 
 
 class ContextCommunication(StrEnum):
@@ -125,16 +125,18 @@ class OptimizerSettings:
 
     def main_gradient_nbytes(self, grad_reduce: N) -> N:
         """Return the bytes of an element of the main gradient, for this format or for a column of formats."""
-        return GradReduce.look_up(grad_reduce, {GradReduce.FP32: self.gradient_nbytes, GradReduce.BF16: BF16})
+        return GradReduce.look_up(
+            grad_reduce, {GradReduce.FP32: self.gradient_nbytes, GradReduce.BF16: _NBYTES[GradReduce.BF16]}
+        )
 
     def held_in_step_nbytes(self, grad_reduce: N) -> N:
         """Return the bytes that a step of the optimizer holds, per element of its shard."""
-        copy = self.step_held_nbytes + FP32 * self.copies_bf16_gradients
+        copy = self.step_held_nbytes + _NBYTES[GradReduce.FP32] * self.copies_bf16_gradients
         return GradReduce.look_up(grad_reduce, {GradReduce.FP32: self.step_held_nbytes, GradReduce.BF16: copy})
 
     def moved_in_step_nbytes(self, grad_reduce: N) -> N:
         """Return the bytes that a step of the optimizer moves, per element of its shard."""
-        copy = self.step_moved_nbytes + (BF16 + FP32) * self.copies_bf16_gradients
+        copy = self.step_moved_nbytes + sum(_NBYTES.values()) * self.copies_bf16_gradients
         return GradReduce.look_up(grad_reduce, {GradReduce.FP32: self.step_moved_nbytes, GradReduce.BF16: copy})
 
 
