@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., arXiv:1810.04805): an encoder with token types and a head that predicts masked tokens."""
+"""BERT (Devlin et al., arXiv:1810.04805): an encoder with token types, for masked tokens, order and classes."""
 
 from attrs import frozen
 
@@ -16,6 +16,7 @@ from megaloom.dsl import (
     Model,
     Positions,
     Select,
+    SentenceOrder,
     TokenClassification,
     Unembed,
     Value,
@@ -27,7 +28,9 @@ from megaloom.dsl import (
     repeat,
     residual,
     weight,
+    weighted_sum,
 )
+from megaloom.dsl.errors import UserError
 from megaloom.dsl.hf.architectures import Config, reads
 from megaloom.dsl.hf.tensor_names import (
     Names,
@@ -75,6 +78,7 @@ def bert(
     norm: LayerNorm = NORM,
     classes: int | None = None,
     tags: int | None = None,
+    order: bool = False,
     head_dropout: float | None = None,
 ) -> Model:
     """A BERT of any size. pre_norm: norms before the layers, as in Megatron-LM, instead of after.
@@ -82,8 +86,10 @@ def bert(
     dropout: after the embeddings, attention and MLP. attention_dropout: of the probabilities; None is `dropout`.
     classes: instead of masked tokens, predict one of so many classes of a text or a pair. tags: predict one of so many
     classes of each token. Both read document indices, which mark padding. head_dropout: before the logits of classes;
-    None is `dropout`.
+    None is `dropout`. order: beside masked tokens, predict whether two texts are in their order or swapped.
     """
+    if order and (classes is not None or tags is not None):
+        raise UserError("order is a loss beside that of masked tokens, and classes and tags replace it\nomit order")
     d = Dim("embed", embed)
     wte = weight("wte", Dim("vocab", vocab), d)
     kinds, wpe = weight("types", Dim("vocab", types), d), weight("wpe", Dim("position", seq), d)
@@ -106,7 +112,11 @@ def bert(
         x = x >> Dropout(rate) if rate else x
         head = Unembed(weight("head", Dim("vocab", classes or tags), d), bias=True)
         return packed(model(name, x >> head >> (TokenClassification() if classes is None else Classification())))
-    return model(name, x >> Transform(norm) >> Unembed(wte, bias=True) >> MaskedToken())
+    loss = x >> Transform(norm) >> Unembed(wte, bias=True) >> MaskedToken()
+    if order:
+        head = Unembed(weight("order", Dim("vocab", 2), d), bias=True)
+        loss = weighted_sum((1.0, loss), (1.0, x >> Pooler() >> head >> SentenceOrder()))
+    return model(name, loss)
 
 
 def bert_base() -> Model:
@@ -138,6 +148,11 @@ POOLER_NAMES = {
     "bert.pooler.dense.weight": columns("pooler.0.dense.weight"),
     "bert.pooler.dense.bias": flat("pooler.0.dense.bias"),
 }
+ORDER_HEAD = POOLER_NAMES | {  # it comes before the head of masked tokens, as nodes are sorted
+    "cls.seq_relationship.weight": columns("order"),
+    "cls.seq_relationship.bias": flat("unembed.0.bias"),
+    "cls.predictions.bias": flat("unembed.1.bias"),
+}
 CLASSES_HEAD = {"classifier.weight": columns("head"), "classifier.bias": flat("unembed.0.bias")}
 LAYER = {
     "attention.self.query.weight": columns("attention.0.q"),
@@ -161,12 +176,16 @@ def _norm(prefix: str, index: int) -> dict[str, Stored]:
     return {f"{prefix}.weight": flat(f"{name}.scale"), f"{prefix}.bias": flat(f"{name}.shift")}
 
 
-def _names(outside: dict[str, Stored], layer: dict[str, Stored]) -> Names:
-    """Return the tensor names of an encoder with these norms, which predicts masked tokens."""
+def _names(outside: dict[str, Stored], layer: dict[str, Stored], *, order: bool = False) -> Names:
+    """Return the tensor names of an encoder with these norms, which predicts masked tokens.
+
+    order: it predicts the order of sentences, too.
+    """
+    other_tasks = () if order else ("bert.pooler.", "cls.seq_relationship.")
     return Names(
-        OUTSIDE | MASKED_HEAD | outside,
+        OUTSIDE | MASKED_HEAD | (ORDER_HEAD if order else {}) | outside,
         {"bert.encoder.layer.{layer}.": LAYER | layer},
-        unused=("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids"),  # of other tasks
+        unused=(*other_tasks, "bert.embeddings.position_ids"),
         copies={
             "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
             "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -185,20 +204,31 @@ LAYER_NORMS = _norm("attention.output.LayerNorm", 0) | _norm("output.LayerNorm",
 NAMES = _names(NORMS, LAYER_NORMS)
 CLASSES_NAMES = _head_names(POOLER_NAMES | CLASSES_HEAD)
 TAGS_NAMES = _head_names(CLASSES_HEAD, "bert.pooler.")
-PRE_NORM_NAMES = _names(_norm("bert.encoder.ln", 0), _norm("attention.ln", 0) | _norm("ln", 1))
+PRE_NORMS, PRE_LAYER_NORMS = _norm("bert.encoder.ln", 0), _norm("attention.ln", 0) | _norm("ln", 1)
+PRE_NORM_NAMES = _names(PRE_NORMS, PRE_LAYER_NORMS)
 POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 
 
 @reads("BertForMaskedLM", names=NAMES)
 def config(c: Config, name: str) -> Model:
-    c.only("position_embedding_type", "absolute", default="absolute")
-    c.ignore("directionality", *(f"pooler_{of}" for of in POOLER))  # the pooler is not used
+    _check_encoder(c)
     return _model(c, name, pre_norm=False)
 
 
 @reads("MegatronBertForMaskedLM", names=PRE_NORM_NAMES)
 def pre_norm_config(c: Config, name: str) -> Model:
     return _model(c, name, pre_norm=True)
+
+
+@reads("BertForPreTraining", names=_names(NORMS, LAYER_NORMS, order=True))
+def order_config(c: Config, name: str) -> Model:
+    _check_encoder(c)
+    return _model(c, name, pre_norm=False, order=True)
+
+
+@reads("MegatronBertForPreTraining", names=_names(PRE_NORMS, PRE_LAYER_NORMS, order=True))
+def pre_norm_order_config(c: Config, name: str) -> Model:
+    return _model(c, name, pre_norm=True, order=True)
 
 
 @reads("BertForSequenceClassification", names=CLASSES_NAMES)
@@ -212,14 +242,27 @@ def tags_config(c: Config, name: str) -> Model:
     return _model(c, name, pre_norm=False, tags=_head(c))
 
 
-def _head(c: Config) -> int:
-    """Return the number of classes, after a check of fields that only encoders with norms after the layers have."""
+def _check_encoder(c: Config) -> None:
+    """Check the fields that only encoders with norms after the layers have."""
     c.only("position_embedding_type", "absolute", default="absolute")
     c.ignore("directionality", *(f"pooler_{of}" for of in POOLER))  # BERT's multilingual folders; they change nothing
+
+
+def _head(c: Config) -> int:
+    """Return the number of classes, after a check of fields that only encoders with norms after the layers have."""
+    _check_encoder(c)
     return c.length("id2label", 2)
 
 
-def _model(c: Config, name: str, *, pre_norm: bool, classes: int | None = None, tags: int | None = None) -> Model:
+def _model(
+    c: Config,
+    name: str,
+    *,
+    pre_norm: bool,
+    classes: int | None = None,
+    tags: int | None = None,
+    order: bool = False,
+) -> Model:
     c.only("hidden_act", "gelu", default="gelu")
     has_head = classes is not None or tags is not None
     c.only("tie_word_embeddings", True, *((False,) if has_head else ()), default=True)
@@ -239,5 +282,6 @@ def _model(c: Config, name: str, *, pre_norm: bool, classes: int | None = None, 
         norm=LayerNorm(c.number("layer_norm_eps", 1e-12)),
         classes=classes,
         tags=tags,
+        order=order,
         head_dropout=c.rate("classifier_dropout", dropout) if has_head else None,
     )

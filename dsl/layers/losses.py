@@ -85,6 +85,20 @@ class Classification(Layer):
 
 
 @frozen
+class SentenceOrder(Layer):
+    """The cross-entropy of the order of two texts in a sequence: logits [batch vocab=2] to [sums=2].
+
+    labels: 0 if the second text follows the first, 1 if the data has swapped them. Source: Devlin et al.,
+    arXiv:1810.04805, section 3.1; swapped texts are those of Megatron-LM and of ALBERT (arXiv:1909.11942, section 3.1).
+    """
+
+    labels: Value = field(factory=lambda: inputs.labels("next_sentence_label", seq=None), repr=False)
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return loss_sums(apply(CrossEntropy("vocab"), x, self.labels))
+
+
+@frozen
 class TokenClassification(Layer):
     """The cross-entropy of one class for each token: logits [batch seq vocab] to [sums=2].
 

@@ -38,6 +38,7 @@ def config_yaml(plan: Plan, graph: Graph) -> str:
     if precision not in MIXED_PRECISION:
         refuse(Target.ACCELERATE, f"precision {precision}", f"plan with --precision {' or '.join(MIXED_PRECISION)}")
     _check_model(model)
+    _check_layout(plan.layout)
     nodes, per_node = machines(plan.cluster)
     keys = "".join(f"  megatron_lm_{key}: {_yaml(value)}\n" for key, value in _keys(plan, model, graph))
     address = "machine_rank: 0  # its number on each machine\nmain_process_ip: MACHINE_0\nmain_process_port: 29500\n"
@@ -109,11 +110,22 @@ def _kind(layer: Layer, gpt2: Layer) -> str:
     return declared(layer) if type(layer) is type(gpt2) else type(layer).__name__
 
 
+def _check_layout(x: Layout) -> None:
+    """Refuse what the file has no keys for, with the options of `plan` that avoid all of it at once."""
+    what, options = list[str](), list[str]()
+    if x.vpp > 1:
+        what.append(f"vpp {x.vpp}: its file has no key for model chunks")
+        options.append("--vpp 1")
+    if x.recompute is Recompute.SELECTIVE:
+        what.append("recompute selective: it always passes a recompute method, which Megatron-LM then refuses")
+        options.append("--recompute none (or full, if that does not fit)")
+    if what:
+        advice = f"add to the command that planned it {' '.join(options)}, or {MEGATRON_INSTEAD}"
+        refuse(Target.ACCELERATE, "; ".join(what), advice)
+
+
 def _keys(plan: Plan, m: DecoderModel, graph: Graph) -> Iterator[tuple[str, object]]:
     x = plan.layout
-    if x.vpp > 1:
-        what = f"vpp {x.vpp}: its file has no key for model chunks"
-        refuse(Target.ACCELERATE, what, f"plan with --vpp 1, or {MEGATRON_INSTEAD}")
     yield "tp_degree", x.tp
     yield "pp_degree", x.pp
     yield "num_micro_batches", x.microbatches(plan.workload.batch)
@@ -142,9 +154,6 @@ def _stages(stages: tuple[StageLayers, ...]) -> Iterator[tuple[str, object]]:
 
 def _recompute(x: Layout, m: DecoderModel) -> Iterator[tuple[str, object]]:
     """Yield full recompute, which Accelerate always asks for; of the first 0 layers of each stage, it is none."""
-    if x.recompute is Recompute.SELECTIVE:
-        what = "recompute selective: it always passes a recompute method, which Megatron-LM then refuses"
-        refuse(Target.ACCELERATE, what, MEGATRON_INSTEAD)
     blocks = recomputed_layers(x, m, Target.ACCELERATE)
     yield "recompute_activations", False
     yield "recompute_granularity", "full"

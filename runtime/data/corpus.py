@@ -88,6 +88,22 @@ def is_dataset(word: str) -> bool:
     return is_indexed(_prefix(word))
 
 
+def has_sentences(word: str) -> bool:
+    """Return whether a word of --data names a dataset of running text whose documents have several sequences.
+
+    Raise UserError for a damaged index.
+    """
+    prefix = _prefix(word)
+    dataset = open_indexed(prefix) if is_indexed(prefix) else None
+    return dataset is not None and dataset.sequences > dataset.documents and not dataset.has_mask
+
+
+def described_ids(word: str) -> TokenIds | None:
+    """Return the ids of the tokenizer of a dataset; None without a description, such as for one of Megatron-LM."""
+    described = read_description(_prefix(word))
+    return described.ids if described else None
+
+
 def kind_of(words: Sequence[str]) -> DataKind:
     """Return what the first dataset of --data has beside running text. Raise UserError for a damaged description."""
     prefixes = [_prefix(name) for name in parse_blend(words).names]

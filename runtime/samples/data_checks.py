@@ -9,6 +9,7 @@ from megaloom.runtime.data.description import DataKind
 from megaloom.runtime.data.labels import LabelUnit
 
 from .objectives import Objective
+from .sentence_pairs import order_labels
 
 _LABELS = (
     "make a dataset with them: megaloom data SOURCE -o PREFIX --label-key KEY (for images with --image-size); or make "
@@ -30,6 +31,11 @@ def check_kind(graph: Graph, objective: Objective, kind: DataKind, data: str) ->
         _check_classes(graph, kind, data)
     if kind.image is not None:
         _check_images(graph, objective, kind, data)
+    if kind.pairs and order_labels(graph) is not None:
+        raise UserError(
+            f"{data} is {kind.words}, and {graph.name} predicts the order of sentences of running text\n"
+            "make the data with --key and --split-sentences, or train without the order"
+        )
     if kind.pairs and objective in (Objective.NEXT, Objective.TAGS):
         raise UserError(
             f"{data} is {kind.words}, and {graph.name} predicts {objective.value}\n"

@@ -35,8 +35,9 @@ from .denoising import TargetIds, infilled, masked, paired, sentinels_of, spans,
 from .end_of_document import NO_ENDS, EndOfDocument, document_indices
 from .image_inputs import image_tokens, picture
 from .objectives import Objective, is_over_positions, objective_of, text_rows
-from .padded import labels_of_tokens, padded_pair, padded_text
+from .padded import PaddedText, labels_of_tokens, padded_pair, padded_text
 from .sample_checks import table_rows
+from .sentence_pairs import order_labels, sentence_pair
 
 Sample = dict[str, Tensor]
 
@@ -249,9 +250,12 @@ class SampleMaker:
     def _running(self, text: Tensor, random: np.random.Generator) -> dict[str, Tensor]:
         """Return running text with the special tokens of the tokenizer around it, each of the document beside it.
 
-        If sentences are known, the text is a pair: up to one that `random` chooses, and from there on.
+        If sentences are known, the text is a pair: up to one that `random` chooses, and from there on. A model that
+        predicts their order gets them in it or swapped.
         """
         ids, row = self.text_ids, padded_text(text, self.text_ids, self.seq)
+        if order_labels(self.graph) is not None:
+            return self._ordered(row, text, random)
         most = self.seq - sum(map(len, ids.template.pair))
         inside = [] if self.sentences is None else [x for x in self.sentences.tolist() if x < most]
         if inside and any(ids.template.pair):
@@ -259,6 +263,15 @@ class SampleMaker:
             row = padded_pair(text[:at], text[at:most], ids, self.seq)
         beside = (row.is_text.cumsum(0) - 1).clamp(min=0)
         return asdict(row, recurse=False) | {"documents": self._documents(text)[beside]}
+
+    def _ordered(self, made_up: PaddedText, text: Tensor, random: np.random.Generator) -> dict[str, Tensor]:
+        """Return a pair of sentences, and the label of their order. made_up: the row of synthetic text."""
+        if self.synthetic:
+            row, label = made_up, torch.from_numpy(np.asarray(random.integers(2)))
+        else:
+            sentences = [] if self.sentences is None else self.sentences.tolist()
+            row, label = sentence_pair(text, sentences, random, self.text_ids, self.seq)
+        return asdict(row, recurse=False) | {"order": label}
 
     def _next(self, text: Tensor) -> dict[str, Tensor]:
         """Return a text and the token after each position."""
@@ -315,7 +328,7 @@ class SampleMaker:
                 "give steps with a data_step of your own"
             )
         if node.name in self.graph.only_for_losses:
-            return parts["labels"]
+            return parts["order" if node.name == order_labels(self.graph) else "labels"]
         if node.name != self._first_ids(node):
             return self._token_types(node, parts, random)
         return parts["source" if "source" in shape else "tokens"]

@@ -26,6 +26,7 @@ from megaloom.runtime.options.groups import STDLIB, DataOptions
 from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument
 from megaloom.runtime.samples.objectives import Objective
 from megaloom.runtime.samples.samples import Sample, SampleMaker
+from megaloom.runtime.samples.sentence_pairs import check_sentences
 
 if TYPE_CHECKING:
     from megaloom.runtime.engine.steps import Steps  # its module imports megatron-core
@@ -93,6 +94,7 @@ def check_labels(graph: Graph, sources: Sequence[str], steps: object = None) -> 
     """Raise UserError if a model cannot train on the kind of data, such as without labels, and no data step helps."""
     if not makes_samples(steps) and tuple(sources) != (SYNTHETIC,):
         SampleMaker.of(graph, 1, kind=kind_of(sources)).check_labels(f"--data {' '.join(sources)}")
+        check_sentences(graph, sources)
 
 
 def makes_samples(steps: object) -> bool:

@@ -42,18 +42,20 @@ def run_evaluate(
 
 
 def evaluation_table(evaluation: RunEvaluation) -> Table:
-    """Return loss, number of tokens, perplexity or scores, and the report of an own step, of each source."""
+    """Return loss, tokens, perplexity or scores, terms of the loss, and the report of an own step, of each source."""
     scored = any(source.result.scores for source in evaluation.losses)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("data")
     names = ("accuracy", "macro F1", evaluation.counted)
-    reported = tuple(dict.fromkeys(name for source in evaluation.losses for name in source.result.report))
-    for name in ("loss", "unit", *(names if scored else ("perplexity", "tokens")), *map(Text, reported)):
+    results = [source.result for source in evaluation.losses]
+    reported = tuple(dict.fromkeys(name for result in results for name in result.report))
+    terms = tuple(dict.fromkeys(name for result in results for name in result.terms))
+    for name in ("loss", "unit", *(names if scored else ("perplexity", "tokens")), *map(Text, (*terms, *reported))):
         table.add_column(name, justify="right")
     for source in evaluation.losses:
         result = source.result
         perplexity = "" if result.perplexity is None else f"{result.perplexity:.3f}"
         scores = [f"{x:.4f}" for x in astuple(result.scores)] if result.scores else [perplexity]
-        report = (f"{result.report[name]:.4g}" for name in reported)
+        report = [f"{result.terms[name]:.4f}" for name in terms] + [f"{result.report[name]:.4g}" for name in reported]
         table.add_row(Text(source.name), f"{result.loss:.4f}", source.unit, *scores, f"{result.tokens:,}", *report)
     return table

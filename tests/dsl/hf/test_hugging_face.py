@@ -40,14 +40,14 @@ from megaloom.dsl.hf.fields import Config
 from megaloom.dsl.hf.state_dict import from_checkpoint, to_checkpoint
 from megaloom.runtime.reference import interpret as oracle
 from megaloom.runtime.reference.interpret import evaluate, interpret
-from tests.support.models.hugging_face import SMALL, UNUSED, built, drawn, named
+from tests.support.models.hugging_face import ORDERS, SMALL, UNUSED, built, drawn, named
 
 
 @frozen
 class Saved:
     """Logits and files of a Hugging Face model, and the model that is read from these files."""
 
-    logits: Tensor
+    logits: tuple[Tensor, ...]  # of each head
     inputs: Mapping[str, Tensor]
     parameters: int
     fields: Mapping[str, Any]
@@ -72,7 +72,8 @@ def saved(name: str) -> Saved:
         model = read(config, called)
     inputs = drawn(model)
     with torch.no_grad():
-        logits = theirs(**named(inputs)).logits
+        out = theirs(**named(inputs))
+        logits = (out.prediction_logits, out.seq_relationship_logits) if name in ORDERS else (out.logits,)
     return Saved(logits, inputs, theirs.num_parameters(), config.fields, checkpoint, read, model)
 
 
@@ -89,9 +90,10 @@ def test_each_architecture_that_is_read_is_tested() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_logits_are_theirs(name: str) -> None:
     it = saved(name)
-    (logits,) = interpret(without_loss(it.model), it.weights(), it.inputs)
-    assert 0.3 < it.logits.std() < 30
-    torch.testing.assert_close(logits, it.logits, rtol=0, atol=1e-5 * max(1.0, it.logits.std().item()))
+    found = interpret(without_loss(it.model), it.weights(), it.inputs)
+    assert 0.3 < it.logits[0].std() < 30
+    for logits, theirs in zip(found, it.logits, strict=True):
+        torch.testing.assert_close(logits, theirs, rtol=0, atol=1e-5 * max(1.0, theirs.std().item()))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -155,7 +157,7 @@ def test_another_value_is_another_model(name: str, field: str, value: object) ->
     it = saved(name)
     other = it.read(Config(dict(it.fields) | {field: value}, "config"), "other")
     (logits,) = interpret(without_loss(other), it.weights(), it.inputs)
-    assert (logits - it.logits).abs().max() > 1e-3
+    assert (logits - it.logits[0]).abs().max() > 1e-3
 
 
 # Options of primitives, and a value as if there were no such option.
@@ -197,4 +199,4 @@ def test_an_option_left_out_would_show(
     monkeypatch.setattr(oracle, "evaluate", without)
     it = saved(name)
     (logits,) = interpret(without_loss(it.model), it.weights(), it.inputs)
-    assert (logits - it.logits).abs().max() > 1e-4
+    assert (logits - it.logits[0]).abs().max() > 1e-4

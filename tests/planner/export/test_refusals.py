@@ -188,7 +188,15 @@ SHARDED = Layout(dp=2, shard="optimizer")
         (Target.MEGATRON_BRIDGE, LLAMA, Layout(), {"precision": "fp32"}, "precision fp32", "bf16"),
         (Target.ACCELERATE, GPT2, Layout(pp=2, vpp=2), {"counts": (3,) * 4}, "vpp 2", "--vpp 1"),
         (Target.ACCELERATE, GPT2, Layout(pp=4), {"counts": (2, 3, 4, 3)}, "stages of 2, 3, 4, 3", "megatron-lm"),
-        (Target.ACCELERATE, GPT2, Layout(recompute=Recompute.SELECTIVE), {}, "recompute selective", "megatron-lm"),
+        (Target.ACCELERATE, GPT2, Layout(recompute=Recompute.SELECTIVE), {}, "recompute selective", "--recompute none"),
+        (
+            Target.ACCELERATE,
+            GPT2,
+            Layout(pp=2, vpp=2, recompute=Recompute.SELECTIVE),
+            {"counts": (3,) * 4},
+            "vpp 2: its file has no key for model chunks; recompute selective",
+            "add to the command that planned it --vpp 1 --recompute none (or full, if that does not fit)",
+        ),
         (Target.ACCELERATE, QWEN, Layout(), {}, "qwen3-8b", "megatron-lm"),
         (
             Target.ACCELERATE,

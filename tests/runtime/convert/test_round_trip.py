@@ -31,7 +31,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.weights import tensor_folder
 from megaloom.runtime.weights.given import open_folder
 from tests.support.limits import LIMIT
-from tests.support.models.hugging_face import SMALL, UNUSED, built, complete, drawn, named, transformers
+from tests.support.models.hugging_face import ORDERS, SMALL, UNUSED, built, complete, drawn, named, transformers
 
 SEQ = 24
 
@@ -160,7 +160,7 @@ def check_round_trip(it: Case) -> None:
 
 
 def test_each_family_goes_in_and_out(plan_of: Any, tmp_path: Path) -> None:
-    built_cases = [case(name, tmp_path / name, plan_of, Layout()) for name in SMALL]
+    built_cases = [case(name, tmp_path / name, plan_of, Layout()) for name in SMALL if name not in ORDERS]
     cases = [it for it in built_cases if it is not None]
     assert len(cases) > 20
     (outcomes,) = launcher.run(outcomes_of, (cases,), 1, timeout=LIMIT)

@@ -1,7 +1,8 @@
 """The first step on padded samples: loss, gradients and predictions of transformers, given its attention masks.
 
-Classes of texts and of pairs, classes of tokens, masked tokens of pairs, pairs and text infilling of T5 and BART; and
-masked tokens of running text at the positions that transformers' collator has chosen.
+Classes of texts and of pairs, classes of tokens, masked tokens of pairs and of sentences with their order, pairs and
+text infilling of T5 and BART; and masked tokens of running text at the positions that transformers' collator has
+chosen.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
 from megaloom.dsl import Model, graph, packed
 from megaloom.dsl.catalog import find
+from megaloom.dsl.errors import UserError
 from megaloom.dsl.hf.architectures import open_config, reader
 from megaloom.dsl.settings.reference import split_reference
 from megaloom.examples.bert import bert
@@ -26,12 +28,14 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard
 from megaloom.runtime.data.description import DataKind
+from megaloom.runtime.data.indexed import write_index, write_tokens
 from megaloom.runtime.data.labels import IGNORED, Labels, LabelUnit
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.token_ids import Template, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.samples.samples import SampleMaker
+from megaloom.runtime.training.run_data import check_labels
 from megaloom.runtime.weights.given import open_folder
 from tests.support.first_step import check_first_step
 from tests.support.models.hugging_face import built
@@ -40,6 +44,7 @@ from tests.support.parity.layouts import Results, under_layouts
 from tests.support.parity.oracle import stacked
 
 SEED, BATCH, SEQ, CLASSES = 7, 4, 24, 5
+ORDER = "next_sentence_label"
 CLS, SEP, PAD, MASK = 2, 3, 1, 4
 TEMPLATE = Template((CLS,), (SEP,), ((CLS,), (SEP,), (SEP,)), (0, 0, 0, 1, 1))
 IDS = TokenIds(61, eos=SEP, pad=PAD, mask=MASK, name="of 61 ids", template=TEMPLATE)
@@ -58,6 +63,8 @@ class PaddedCase:
     layout: Layout
     architecture: str = ""
     collated: bool = False  # transformers' collator has masked the tokens
+    further: tuple[Layout, ...] = ()
+    orders: bool = False  # predicts the order of sentences, of rows without padding
 
 
 ONE, SP = Layout(micro_batch=2), Layout(tp=2, sequence_parallel=True, micro_batch=2)
@@ -69,6 +76,9 @@ CASES = {
     "classes of tokens": PaddedCase("bert", TOKEN, Layout(cp=2), "BertForTokenClassification"),
     "masked tokens of pairs": PaddedCase("bert", OF_PAIRS, Layout(dp=2)),
     "masked tokens by the collator": PaddedCase("bert", DataKind(), SP, collated=True),
+    "order": PaddedCase(
+        "bert", DataKind(), SP, "BertForPreTraining", further=(Layout(pp=2), Layout(cp=2)), orders=True
+    ),
     "T5 of pairs": PaddedCase("t5", OF_PAIRS, Layout(pp=2)),
     "BART of pairs": PaddedCase("bart", OF_PAIRS, SP),
     "BART of text": PaddedCase("bart", DataKind(), Layout(cp=2)),
@@ -95,7 +105,8 @@ def window(i: int, case: PaddedCase, maker: SampleMaker) -> Window:
         labels = random.integers(CLASSES, size=len(own) if tags else 1)
         labels = np.where(random.random(len(labels)) < 0.3, IGNORED, labels) if tags else labels
     target = text(1000 + i, 3, 14) if case.kind.pairs else None
-    return Window(own, np.zeros(len(own), np.int64), None, labels, target)
+    sentences = np.array([4, 11, 15]) if case.orders else None
+    return Window(own, np.zeros(len(own), np.int64), None, labels, target, sentences)
 
 
 def batch_of(model: Model, case: PaddedCase) -> dict[str, Tensor]:
@@ -166,6 +177,42 @@ def test_sentences_make_pairs_of_running_text() -> None:
     assert x["documents"].tolist() == [0] * 11 + [1] * 13
 
 
+def test_half_of_the_pairs_are_swapped_and_their_label_says_so() -> None:
+    """A pair is the text cut at the beginning of a sentence, or at any token if none begins in it."""
+    maker = SampleMaker.of(graph(bert("small", 1, 2, 16, 16, vocab=61, order=True)), SEQ, IDS)
+    own, most = text(3, maker.length, maker.length + 1), SEQ - 3
+    for sentences, cuts in (([4, 12], {4, 12}), ([], set(range(1, most)))):
+        found, labels = set(), list[int]()
+        for i in range(200):
+            x = maker.reading(Window(own, np.zeros(len(own), np.int64), sentences=np.array(sentences, np.int64))).make(
+                torch.from_numpy(own), i, SEED
+            )
+            labels.append(int(x[ORDER]))
+            second = int(x["types"].sum()) - 1  # tokens of the second text, without [SEP]
+            at = second if labels[-1] else most - second
+            found.add(at)
+            first, last = (own[at:most], own[:at]) if labels[-1] else (own[:at], own[at:most])
+            assert x["labels"].tolist() == [CLS, *first, SEP, *last, SEP]
+        assert found == cuts and 80 < sum(labels) < 120
+    with pytest.raises(UserError, match="--seq 4 leaves no room for two sentences\ngive a larger --seq"):
+        evolve(maker, seq=4).make(torch.from_numpy(own[:3]), 0, SEED)
+
+
+def test_the_order_of_sentences_needs_sentences_and_cls(tmp_path: Path) -> None:
+    model, prefix = bert("small", 1, 2, 16, 16, vocab=300, order=True), tmp_path / "x"
+    lengths, make = write_tokens([np.arange(5), np.arange(9)], prefix, "u1"), "make a dataset of them: megaloom data"
+    for firsts, message in ((None, "has no sentences"), (np.array([0, 2]), "from \\[CLS\\], .* has no tokenizer")):
+        write_index(lengths, prefix, "u1", firsts)
+        with pytest.raises(UserError, match=f"small predicts the order of sentences.*{message}\n{make}"):
+            check_labels(graph(model), [str(prefix)])
+    with pytest.raises(UserError, match="omit --set padded=true"):
+        check_labels(graph(packed(model)), [str(prefix)])
+    with pytest.raises(UserError, match="is pairs of texts, and small predicts the order of sentences"):
+        SampleMaker.of(graph(model), SEQ, IDS, kind=OF_PAIRS).check_labels()
+    with pytest.raises(UserError, match="classes and tags replace it\nomit order"):
+        bert("small", 1, 2, 16, 16, classes=3, order=True)
+
+
 def load_ids(tok: Any) -> TokenIds:
     """Return the ids of a tokenizer of transformers, as we read its files."""
     with TemporaryDirectory() as folder:
@@ -196,12 +243,15 @@ def theirs(folder: Path, model: Model, dtype: torch.dtype) -> tuple[float, dict[
     if "source_tokens" in batch:
         inputs = {"input_ids": batch["source_tokens"], "attention_mask": (batch["source_documents"] == 0).long()}
     else:
-        inputs = {"input_ids": batch["tokens"], "attention_mask": (batch["documents"] == 0).long()}
-        inputs["token_type_ids"] = batch["types"]
-    assert CASES[folder.name].collated or (inputs["attention_mask"] == 0).any(), "some samples are padded"
+        documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
+        inputs = {"input_ids": batch["tokens"], "attention_mask": (documents == 0).long()}
+        inputs |= {"token_type_ids": batch["types"]} | {n: batch[n] for n in (ORDER,) if n in batch}
+    case = CASES[folder.name]
+    assert case.collated or case.orders or (inputs["attention_mask"] == 0).any(), "some samples are padded"
     out = it.eval()(**inputs, labels=labels)
     out.loss.backward()
-    return out.loss.item(), gradients_of(it, reader(config).names, model), out.logits.detach(), labels
+    logits = out.prediction_logits if case.orders else out.logits
+    return out.loss.item(), gradients_of(it, reader(config).names, model), logits.detach(), labels
 
 
 @pytest.fixture(scope="module")
@@ -213,13 +263,18 @@ def references(tmp_path_factory: Any) -> dict[str, str]:
         changes: dict[str, Any] = WITHOUT_DROPOUT[case.config] | FIELDS.get(case.config, {})
         changes |= {"architectures": [case.architecture], **HEAD} if case.architecture else {}
         built(case.config, **changes).save_pretrained(folder / name)
-        out[name] = f"{folder / name / 'config.json'}(padded=True)"
+        out[name] = f"{folder / name / 'config.json'}" + "(padded=True)" * (not case.orders)
     return out
+
+
+def layouts_of(case: PaddedCase) -> dict[str, Layout]:
+    """Return the layouts of a case by their names."""
+    return {"one": ONE, "many": case.layout} | {f"further {i}": x for i, x in enumerate(case.further)}
 
 
 @pytest.fixture(scope="module")
 def results(references: dict[str, str], plan_of: Any) -> Results:
-    layouts = {(name, kind): x for name, case in CASES.items() for kind, x in (("one", ONE), ("many", case.layout))}
+    layouts = {(name, kind): x for name, case in CASES.items() for kind, x in layouts_of(case).items()}
     plans = {f"{n} {k}": plan_of(references[n], x, batch=BATCH, seq=SEQ) for (n, k), x in layouts.items()}
     return under_layouts(first_step, plans)
 
@@ -232,12 +287,13 @@ def test_the_first_step_on_padded_samples_is_that_of_transformers(
     folder = Path(split_reference(references[name])[0]).parent
     expected_loss, expected, logits, labels = theirs(folder, model, torch.float64)
     rounded_loss, rounded, *_ = theirs(folder, model, torch.float32)
-    for kind in ("one", "many"):
+    for kind in layouts_of(CASES[name]):
         loss, gradients, evaluation = results[f"{name} {kind}"][0]
         check_first_step((loss, gradients), (expected_loss, expected), (rounded_loss, rounded), kind)
         assert evaluation.loss == pytest.approx(expected_loss, rel=1e-5)
         if CASES[name].kind.labels is None:
-            assert evaluation.scores is None
+            assert evaluation.scores is None and len(evaluation.terms) == 2 * CASES[name].orders
+            assert not evaluation.terms or evaluation.loss == pytest.approx(sum(evaluation.terms.values()))
             continue
         given, predicted = labels[labels != IGNORED], logits.argmax(-1)[labels != IGNORED]
         assert evaluation.scores is not None

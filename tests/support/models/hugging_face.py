@@ -23,6 +23,7 @@ transformers.logging.disable_progress_bar()
 
 SMALL = {path.stem: path for path in sorted(TESTS.glob("configs/small/*.json"))}
 VOCAB = 61  # of all of them
+ORDERS = "bert-order", "megatron_bert-order"  # two logits: of masked tokens, and of the order of sentences
 
 # What no output depends on: the layers of an image encoder after the one that is read, a bias that is always zero.
 UNUSED = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "final_logits_bias")
