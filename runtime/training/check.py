@@ -50,26 +50,29 @@ def check_run(plan: Plan, options: RunOptions) -> Start:
     if not started_by_launcher():
         launcher.check(plan.layout.world)
         check_host_memory(plan)
-    start = _start(model, options, plan.fingerprint, newest_intact)
+    start = _start(model, plan.model, options, plan.fingerprint, newest_intact)
     if options.data.epochs is None:
         options.watching.check_steps(start.done, options.recipe.steps)
     return start
 
 
-def check_before_plan(model: Model, seq: int, options: RunOptions) -> None:
+def check_before_plan(model: Model, ref: str, seq: int, options: RunOptions) -> None:
     """Raise UserError for what can be refused before there is a plan: the run's folder, checkpoints, data and steps.
 
     A search takes seconds. Nothing is written, and `check_run` and `prepare_run` check all of it again.
     """
     check_free(options.folder, **lock_messages(options.folder))
-    _start(model, options, fingerprint(model), latest)
+    _start(model, ref, options, fingerprint(model), latest)
     check_data(options.data, options.ends, SampleMaker.of(graph(model), seq))
 
 
-def _start(model: Model, options: RunOptions, fingerprint: str, find: Callable[..., Checkpoint | None]) -> Start:
+def _start(
+    model: Model, ref: str, options: RunOptions, fingerprint: str, find: Callable[..., Checkpoint | None]
+) -> Start:
     """Return the start of a run. Raise UserError for a folder, checkpoint, steps or weights that do not fit it.
 
-    find: the function that returns the checkpoint of a run whose weights it starts from.
+    ref: the full reference of the model. find: the function that returns the checkpoint of a run whose weights it
+    starts from.
     """
     folder, weights = options.folder, options.start.weights
     if weights is not None:
@@ -77,7 +80,7 @@ def _start(model: Model, options: RunOptions, fingerprint: str, find: Callable[.
     check_folder(folder)
     saved = latest(folder, fingerprint=fingerprint)  # refuse another model's or a damaged one before any work
     steps = steps_of_run(folder, options.start.steps_from, continues=saved is not None)
-    check_labels(graph(model), options.data.data, loaded_steps(steps))
+    check_labels(graph(model), options.data.data, loaded_steps(steps), ref=ref)
     if weights is not None and saved is None:
         open_weights(weights, find).check(model)
     return Start(model, saved, steps)

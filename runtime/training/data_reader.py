@@ -138,7 +138,7 @@ def _opened(
     engine: Engine, options: DataOptions, ends: EndOfDocument, maker: SampleMaker, folder: Path | None
 ) -> Corpus:
     """Return the data of these options. Text is copied into a folder `data` of the run's."""
-    check_labels(engine.graph, options.data, engine.steps)
+    check_labels(engine.graph, options.data, engine.steps, ref=engine.plan.model)
     copied = options.data == (SYNTHETIC,) or not is_dataset(options.data[-1])
     if copied and folder is None:
         raise UserError(

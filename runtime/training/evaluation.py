@@ -112,7 +112,7 @@ def _evaluate(
     reading = evolve(reading, step="test" if asked.part == "test" else "validation")
     steps = steps_of_run(folder, steps)
     for source in asked.sources:
-        check_labels(maker.graph, [source], loaded_steps(steps))
+        check_labels(maker.graph, [source], loaded_steps(steps), ref=plan.model)
     with TemporaryDirectory(prefix="megaloom-") as temporary:
         texts, digest = open_texts(asked, folder, maker, Path(temporary))
         done = launcher.run(

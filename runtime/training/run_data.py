@@ -23,6 +23,7 @@ from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer, tokenizer_of
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.options.groups import STDLIB, DataOptions
+from megaloom.runtime.samples.class_names import check_class_names
 from megaloom.runtime.samples.end_of_document import NO_ENDS, EndOfDocument
 from megaloom.runtime.samples.objectives import Objective
 from megaloom.runtime.samples.samples import Sample, SampleMaker
@@ -90,10 +91,16 @@ def check_data(options: DataOptions, ends: EndOfDocument, maker: SampleMaker) ->
         existing(source)
 
 
-def check_labels(graph: Graph, sources: Sequence[str], steps: object = None) -> None:
-    """Raise UserError if a model cannot train on the kind of data, such as without labels, and no data step helps."""
+def check_labels(graph: Graph, sources: Sequence[str], steps: object = None, *, ref: str = "") -> None:
+    """Raise UserError if a model cannot train on the kind of data, such as without labels, and no data step helps.
+
+    ref: the full reference of the model, if its config.json may name classes.
+    """
     if not makes_samples(steps) and tuple(sources) != (SYNTHETIC,):
-        SampleMaker.of(graph, 1, kind=kind_of(sources)).check_labels(f"--data {' '.join(sources)}")
+        kind, data = kind_of(sources), f"--data {' '.join(sources)}"
+        SampleMaker.of(graph, 1, kind=kind).check_labels(data)
+        if ref:
+            check_class_names(ref, kind, data)
         check_sentences(graph, sources)
 
 

@@ -147,7 +147,7 @@ class TrainCommand:
             batch=DEFAULT_BATCH if given.batch is None else given.batch,
             precision=self._precision,
         )
-        check_before_plan(declared, workload.seq, self.options.changed(out=folder))
+        check_before_plan(declared, ref, workload.seq, self.options.changed(out=folder))
         make = partial(search, declared, workload=workload, ref=ref, fixed=fixed_fields(fixed), advice=devices_option)
         return make_plan(make, given.devices, fixed, machine, workload.precision), folder
 

@@ -20,6 +20,7 @@ from megaloom.runtime.cli.main import main
 from megaloom.runtime.data.description import DataKind
 from megaloom.runtime.data.images import ImageSize
 from megaloom.runtime.data.labels import Labels, LabelUnit
+from megaloom.runtime.samples.class_names import check_class_names
 from megaloom.runtime.samples.data_checks import check_kind
 from megaloom.runtime.samples.objectives import objective_of
 from megaloom.runtime.training.run_data import check_labels
@@ -130,6 +131,22 @@ def test_data_of_another_kind_are_refused(make: Callable[[], Model], kind: DataK
 def test_data_that_fit_are_taken(make: Callable[[], Model], kind: DataKind) -> None:
     g = graph(make())
     check_kind(g, objective_of(g), kind, "X")
+
+
+@pytest.mark.parametrize("named", [("c", "b", "a"), ("a", "b", "d")])
+def test_classes_of_a_config_in_another_order_are_refused(named: tuple[str, ...], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    kind = DataKind(Labels(LabelUnit.DOCUMENT, 3, ("a", "b", "c")))
+    config.write_text(json.dumps({"model_type": "bert", "id2label": {str(i): x for i, x in enumerate(named)}}))
+    with pytest.raises(UserError, match=f"X has the classes a, b, c in this order, .* has {', '.join(named)}\nlabel"):
+        check_class_names(str(config), kind, "X")
+
+
+@pytest.mark.parametrize(("named", "names"), [("abcd", "abc"), (("LABEL_0", "LABEL_1"), "ab"), ("cba", ""), ("", "ab")])
+def test_classes_in_the_order_of_a_config_are_taken(named: Any, names: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "bert", "id2label": {str(i): x for i, x in enumerate(named)}}))
+    check_class_names(str(config), DataKind(Labels(LabelUnit.DOCUMENT, 3, tuple(names))), "X")
 
 
 def test_pairs_train_a_t5(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
