@@ -54,7 +54,7 @@ HEADS = {
     "language_model.embedding.position_embeddings": "embedding.position_embeddings",
     "language_model.embedding.tokentype_embeddings": "embedding.tokentype_embeddings",
 }
-EXPERTS = (".mlp.router.", ".mlp.local_experts.")
+EXPERT_TENSORS = (".mlp.router.", ".mlp.local_experts.")
 """Parts of the names of SwitchMLP, the mixture of experts of these layers."""
 SPLITS = {"linear_qkv": 3, "linear_kv": 2}
 """Projections in one matrix."""
@@ -88,7 +88,7 @@ def tensors_of_rank(weights: Mapping[str, Any], version: object, model: LegacyMo
         )
     out = {}
     for name, x in _flat(weights, ""):
-        if any(part in name for part in EXPERTS):
+        if any(part in name for part in EXPERT_TENSORS):
             raise UserError(
                 f"{name} is of a mixture of experts from before megatron-core, which is not read\n"
                 "load it with its own Megatron-LM, and save it with --use-mcore-models"
