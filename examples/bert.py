@@ -193,19 +193,21 @@ def _names(outside: dict[str, Stored], layer: dict[str, Stored], *, order: bool 
     )
 
 
-def _head_names(head: dict[str, Stored], *unused: str) -> Names:
-    """Return the tensor names of an encoder that predicts classes."""
+def _head_names(outside: dict[str, Stored], layer: dict[str, Stored], *unused: str) -> Names:
+    """Return the tensor names of an encoder with these norms, which predicts classes."""
     unused = ("cls.", "bert.embeddings.position_ids", *unused)
-    return Names(OUTSIDE | NORMS | head, {"bert.encoder.layer.{layer}.": LAYER | LAYER_NORMS}, unused=unused)
+    return Names(OUTSIDE | CLASSES_HEAD | outside, {"bert.encoder.layer.{layer}.": LAYER | layer}, unused=unused)
 
 
 NORMS = _norm("bert.embeddings.LayerNorm", 0)
 LAYER_NORMS = _norm("attention.output.LayerNorm", 0) | _norm("output.LayerNorm", 1)
-NAMES = _names(NORMS, LAYER_NORMS)
-CLASSES_NAMES = _head_names(POOLER_NAMES | CLASSES_HEAD)
-TAGS_NAMES = _head_names(CLASSES_HEAD, "bert.pooler.")
 PRE_NORMS, PRE_LAYER_NORMS = _norm("bert.encoder.ln", 0), _norm("attention.ln", 0) | _norm("ln", 1)
+NAMES = _names(NORMS, LAYER_NORMS)
+CLASSES_NAMES = _head_names(POOLER_NAMES | NORMS, LAYER_NORMS)
+TAGS_NAMES = _head_names(NORMS, LAYER_NORMS, "bert.pooler.")
 PRE_NORM_NAMES = _names(PRE_NORMS, PRE_LAYER_NORMS)
+PRE_NORM_CLASSES_NAMES = _head_names(POOLER_NAMES | PRE_NORMS, PRE_LAYER_NORMS)
+PRE_NORM_TAGS_NAMES = _head_names(PRE_NORMS, PRE_LAYER_NORMS, "bert.pooler.")
 POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 
 
@@ -240,6 +242,17 @@ def classes_config(c: Config, name: str) -> Model:
 @reads("BertForTokenClassification", names=TAGS_NAMES)
 def tags_config(c: Config, name: str) -> Model:
     return _model(c, name, pre_norm=False, tags=_head(c))
+
+
+@reads("MegatronBertForSequenceClassification", names=PRE_NORM_CLASSES_NAMES)
+def pre_norm_classes_config(c: Config, name: str) -> Model:
+    c.only("problem_type", "single_label_classification", None, default=None)
+    return _model(c, name, pre_norm=True, classes=c.length("id2label", 2))
+
+
+@reads("MegatronBertForTokenClassification", names=PRE_NORM_TAGS_NAMES)
+def pre_norm_tags_config(c: Config, name: str) -> Model:
+    return _model(c, name, pre_norm=True, tags=c.length("id2label", 2))
 
 
 def _check_encoder(c: Config) -> None:
