@@ -10,6 +10,7 @@ from functools import lru_cache
 from megaloom.dsl import (
     Attend,
     Classification,
+    DType,
     Graph,
     Layer,
     MaskedToken,
@@ -76,7 +77,8 @@ def _sees_labels(graph: Graph) -> Words | None:
     """Return the refusal of a model that reads the tokens that it is to predict; None if it does not."""
     unseen = MaskedToken | Classification | TokenClassification | Stacked
     losses = [n for n in graph.nodes if n.is_loss and not isinstance(n.op, unseen)]
-    sequences = {d.name for n in losses for a in n.value.args for d in a.shape if d.name in SEQUENCES}
+    labels = [a for n in losses for a in n.value.args if a.dtype is DType.INDEX]  # a loss without ids predicts no token
+    sequences = {d.name for a in labels for d in a.shape if d.name in SEQUENCES}
     for node in graph.nodes:
         for step in program(node).steps:
             op, args = step.value.op, step.value.args

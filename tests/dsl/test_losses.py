@@ -204,4 +204,7 @@ def test_next_token_needs_causal_attention() -> None:
         "attention.0 of m is not causal, so each position reads the token that next_token.0 asks it to predict"
     )
     assert fix == "set causal=True, or end the model in another loss, such as MaskedToken()"
+    norms = apply(LogSumExp("vocab"), logits(causal=False))
+    numbers = model("m", loss_sums(norms * token_weights()))  # predicts no token that the model reads
+    assert untrainable(graph(numbers)) is None
     assert "not in a loss" in (untrainable(graph(model("m", logits()))) or "")[0]
