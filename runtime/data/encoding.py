@@ -70,6 +70,12 @@ def _cached_chat_template(source: str) -> ChatTemplate:
     return load_chat_template(source)
 
 
+def forget_tokenizers() -> None:
+    """Drop the tokenizers that this process has loaded: their files may have changed since another dataset was made."""
+    cached_tokenizer.cache_clear()
+    _cached_chat_template.cache_clear()
+
+
 def encoded(task: ChunkTask) -> Iterator[Encoded]:
     """Yield the documents of a chunk. Those without tokens have neither label nor target, and are left out."""
     if task.image is not None:

@@ -20,7 +20,7 @@ from megaloom.dsl.errors import UserError
 from .chunk_workers import tokenized
 from .description import TOKENIZER_SUFFIX, Description, read_description, write_description
 from .documents import Chunk, DocumentSource, class_names, open_images, open_source
-from .encoding import ChunkTask, cached_tokenizer
+from .encoding import ChunkTask, cached_tokenizer, forget_tokenizers
 from .folder_lock import locked_folder, named_write_errors
 from .images import PIXEL_IDS
 from .indexed import (
@@ -58,6 +58,7 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
     and then leave nothing behind.
     """
     request.check()
+    forget_tokenizers()
     with opened_if_named(request.tokenizer, request.tokenizer_type) as tokenizer:
         if tokenizer is not None:
             load_tokenizer(tokenizer)
