@@ -41,18 +41,30 @@ DRAWN: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(folder: Path) -> Any:
-    """Write a GPT-2 with random weights into a folder, and a BPE of the standard library's text. Return the model."""
-    torch.manual_seed(0)
+def config(**fields: Any) -> GPT2Config:
+    """Return the config of a small GPT-2, with more fields."""
     sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    config = GPT2Config(**sizes, initializer_range=0.3, bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    model = GPT2LMHeadModel(config).eval()
+    return GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0, **fields)
+
+
+def make_model(folder: Path) -> Any:
+    """Write a GPT-2 with random weights into a folder, and return it."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config(initializer_range=0.3)).eval()
     model.save_pretrained(folder)
-    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("[a-c]*.py"))]
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, VOCAB, special_tokens=[END], show_progress=False)
-    bpe.save_model(str(folder))
     return model
+
+
+def texts() -> list[str]:
+    """Return some modules of the standard library."""
+    return [path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("[a-c]*.py"))]
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Train a BPE on the standard library's text, and write vocab.json and merges.txt into a folder."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts(), VOCAB, special_tokens=[END], show_progress=False)
+    bpe.save_model(str(folder))
 
 
 def ours(folder: Path, options: dict[str, Any], tp: int) -> Sequence[Any]:
@@ -135,21 +147,27 @@ def warped(logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
+def compare_all(folder: Path, model: Any, tokenizer: Any, names: Sequence[str], tp: int) -> bool:
+    """Generate in these ways by a run or a Hugging Face folder, and by transformers. Return whether all agree."""
+    agree = []
+    for name in names:
+        if name in SEARCHED:
+            options = SEARCHED[name]
+            agree.append(compare_search(name, ours(folder, options, tp), theirs(model, tokenizer, options)))
+        else:
+            drawn = {**DRAWN[name], "do_sample": True, "num_return_sequences": SAMPLES}
+            agree.append(compare_draws(name, ours(folder, drawn, tp), model, tokenizer, DRAWN[name]))
+    return all(agree)
+
+
 def main(tp: int = 2) -> bool:
     """Generate in each way with both, print their numbers, and return whether all agree."""
     logging.set_verbosity_error()
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "gpt2"
         model = make_model(folder)
-        tokenizer = GPT2Tokenizer.from_pretrained(folder)
-        agree = [
-            compare_search(name, ours(folder, options, tp), theirs(model, tokenizer, options))
-            for name, options in SEARCHED.items()
-        ]
-        for name, options in DRAWN.items():
-            more = {"do_sample": True, "num_return_sequences": SAMPLES}
-            agree.append(compare_draws(name, ours(folder, {**options, **more}, tp), model, tokenizer, options))
-    return all(agree)
+        make_tokenizer(folder)
+        return compare_all(folder, model, GPT2Tokenizer.from_pretrained(folder), (*SEARCHED, *DRAWN), tp)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,9 @@ class KeyTokenSteps:
         outputs = forward(batch)
         if outputs is None:  # a pipeline stage before the last one
             return None
-        counted = batch["mask"].float()
-        losses = -token_log_probs(outputs, batch["labels"]) * counted
+        losses = -token_log_probs(outputs, batch["labels"])
+        counted = batch["mask"].float() if "mask" in batch else torch.ones_like(losses)
+        losses = losses * counted
         keys = torch.isin(batch["tokens"], torch.tensor(self.key_tokens, device=losses.device)).sum(1)
         per_sequence = losses.sum(1) / counted.sum(1) * (1 + self.alpha * keys)
         return per_sequence.sum(), len(per_sequence), {"lm loss": (losses.sum(), counted.sum())}

@@ -54,6 +54,7 @@ REASONS = {
     "examples/scripts/own_steps.py": "a declaration imports torch only when it is trained",
     "examples/scripts/distil.py": "a declaration imports torch only when it is trained",
     "examples/scripts/dpo.py": "a declaration imports torch only when it is trained",
+    "examples/scripts/pretrain_gpt2.py": "megaloom.runtime prepares megatron-core",
     "examples/scripts/reward.py": "a declaration imports torch only when it is trained",
     "examples/scripts/t5_over_stages.py": "the starting process does not load torch; its ranks do",
     "examples/own_module.py": "a declaration imports torch only when it is trained",
