@@ -147,7 +147,9 @@ def warped(logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
-def compare_all(folder: Path, model: Any, tokenizer: Any, names: Sequence[str], tp: int) -> bool:
+def compare_all(
+    folder: Path, model: Any, tokenizer: Any, names: Sequence[str], tp: int, samples: int = SAMPLES
+) -> bool:
     """Generate in these ways by a run or a Hugging Face folder, and by transformers. Return whether all agree."""
     agree = []
     for name in names:
@@ -155,7 +157,7 @@ def compare_all(folder: Path, model: Any, tokenizer: Any, names: Sequence[str], 
             options = SEARCHED[name]
             agree.append(compare_search(name, ours(folder, options, tp), theirs(model, tokenizer, options)))
         else:
-            drawn = {**DRAWN[name], "do_sample": True, "num_return_sequences": SAMPLES}
+            drawn = {**DRAWN[name], "do_sample": True, "num_return_sequences": samples}
             agree.append(compare_draws(name, ours(folder, drawn, tp), model, tokenizer, DRAWN[name]))
     return all(agree)
 
