@@ -26,7 +26,7 @@ OWN_TORCH ?= $(shell $(PYTHON) -c 'import pathlib, torch; assert torch.cuda.is_a
     print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types light unit newest parity faults fuzz findings format clean .venv .venv-newest .venv-newest-3.13 interrupted
+.PHONY: help train test checks lint types light unit newest parity faults fuzz findings format clean .venv .venv-newest .venv-newest-3.13 interrupted
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -35,9 +35,12 @@ train: .venv  ## the main job: plan and train a small GPT on the text of Python'
 	@$(BIN)/megaloom train stdlib-gpt $(ARGS)
 
 test:  ## lint, types, the light installation and all tests
+	@$(MAKE) --no-print-directory checks
+	@$(MAKE) --no-print-directory unit
+
+checks:  ## `make test` without its tests
 	@$(MAKE) --no-print-directory -j2 --output-sync=target light .venv
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint types
-	@$(MAKE) --no-print-directory unit
 
 lint: .venv  ## ruff, its formatter, and the import rules between packages and folders
 	$(BIN)/python -m ruff check .
