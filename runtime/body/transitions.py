@@ -78,7 +78,10 @@ class _Ranks:
         return out
 
     def part(self, shard: Shard, x: Tensor, rank: int, dim: int = 0) -> Tensor:
-        """Return a rank's shard of a tensor that is whole along a dim."""
+        """Return a rank's shard of a tensor that is whole along a dim: a copy, but of heads a view."""
+        if shard.heads:  # with one rank these are all heads: a copy would be saved beside what recompute frees
+            (heads,) = self.ranges(shard, rank)
+            return x.narrow(dim, heads.start, len(heads))
         return torch.cat([x.narrow(dim, r.start, len(r)) for r in self.ranges(shard, rank)], dim)
 
     def ranges(self, shard: Shard, rank: int) -> tuple[range, ...]:
