@@ -19,12 +19,13 @@ from megaloom.dsl.hf.architectures import (
     read,
 )
 from megaloom.dsl.hf.conversations import for_conversations
-from megaloom.dsl.hf.nemo_bert import FIELDS, YAML, is_nemo_bert
+from megaloom.dsl.hf.nemo_bert import FIELDS, is_nemo_bert
 
 from .errors import UserError, safe_repr
 from .example_modules import example_modules, hyphenated
 from .files.json_file import Content, content_of, read_json
 from .files.model_file import load_model
+from .files.yaml_file import YAML
 from .graph import Model
 from .neighbours import neighbours_of
 from .settings.arguments import Arguments, checked_arguments, converted_like

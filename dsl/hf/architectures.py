@@ -21,12 +21,13 @@ from attrs import evolve, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.example_modules import example_modules
 from megaloom.dsl.files.json_file import read_json
+from megaloom.dsl.files.yaml_file import YAML
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.ops.weight import INITIAL_STD
 
 from .fields import Config, rope, rotation
-from .nemo_bert import YAML, config_fields_of, is_nemo_bert, read_yaml
+from .nemo_bert import config_fields_of, is_nemo_bert, read_yaml
 from .stored_names import stored_names
 from .tensor_names import Names, checkpoint_tensors
 

@@ -17,7 +17,6 @@ from typing import Any, TypeGuard
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import MEGATRON_SIZES, read_text
-from megaloom.dsl.files.yaml_file import YAML as YAML
 from megaloom.dsl.files.yaml_file import pyyaml
 
 FIELDS = {

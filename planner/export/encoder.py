@@ -72,7 +72,7 @@ class MaskedHead(Layer):
 
 @frozen
 class _Sizes:
-    """What the layers of a graph have in common, if it is one of these models."""
+    """Sizes and parts that all layers of a graph share, where it is a BertModel or a T5Model."""
 
     vocab: Dim
     positions: Dim

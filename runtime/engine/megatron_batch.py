@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megaloom.dsl import Attend, DocumentIndices, DType, Graph, Node, UserError
 from megaloom.dsl.node import primitives
+from megaloom.runtime.reference.tensors import document_positions
 from megaloom.runtime.samples.end_of_document import counts_along, restarts
 
 from .collated_batch import IDS, of_collator
@@ -86,7 +87,7 @@ def _translated(
 
 @frozen
 class _Reading:
-    """What a model declares about masks and positions: inputs for them, causality, kinds of learned positions."""
+    """The masks and positions that a model declares: its inputs for them, causality, kinds of learned positions."""
 
     model: str
     masks: tuple[Node, ...]  # of losses, with 0 and 1, or weights
@@ -215,7 +216,7 @@ class _Reading:
                 f"{POSITION_IDS} of a batch do not count from 0 along each sequence, and neither {ATTENTION_MASK} nor "
                 f"document indices say where documents begin\ngive {ATTENTION_MASK} or documents, and {PACKED_ADVICE}"
             )
-        is_restarted = torch.equal(positions.long(), restarted(documents))
+        is_restarted = torch.equal(positions.long(), document_positions(documents))
         if self.restarts and not is_restarted:
             raise UserError(
                 f"{POSITION_IDS} of a batch do not restart at each document; the learned positions of {self.model} do\n"
@@ -246,10 +247,3 @@ def _from_0(documents: Tensor) -> Tensor:
     """Return document indices [sequences seq] that count from 0 and skip no number."""
     steps = (documents.diff() != 0).long().cumsum(-1)
     return torch.cat([torch.zeros_like(steps[..., :1]), steps], -1)
-
-
-def restarted(documents: Tensor) -> Tensor:
-    """Return positions [sequences seq] that restart at each document."""
-    at = torch.arange(documents.shape[-1], device=documents.device).expand_as(documents)
-    begins = torch.cat([torch.ones_like(at[..., :1]), documents.diff() != 0], -1).bool()
-    return at - at.where(begins, 0).cummax(-1).values

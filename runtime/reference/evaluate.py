@@ -60,6 +60,7 @@ from .sequence import convolution, scan
 from .tensors import (
     broadcast,
     dim_index,
+    document_positions,
     names,
     product,
 )
@@ -250,10 +251,7 @@ def _(op: MaskedScatter, out: Value, *args: Tensor) -> Tensor:
 @evaluate.register
 def _(op: DocumentPositions, out: Value, *args: Tensor) -> Tensor:
     (indices,) = args
-    along = dim_index(out.shape, op.along)
-    position = broadcast(torch.arange(indices.shape[along], device=indices.device), [op.along], out.shape)
-    starts = indices != indices.roll(1, along)  # the maximum begins with position 0 in any case
-    return op.first + position - (position * starts).cummax(along).values
+    return op.first + document_positions(indices, dim_index(out.shape, op.along))
 
 
 @evaluate.register

@@ -37,6 +37,15 @@ def broadcast(x: Tensor, have: Shape | Sequence[str], want: Shape | Sequence[str
     return x
 
 
+def document_positions(documents: Tensor, along: int = -1) -> Tensor:
+    """Return the position of each token in its document, from 0, of document indices along a dim."""
+    shape = [1] * documents.dim()
+    shape[along] = -1
+    position = torch.arange(documents.shape[along], device=documents.device).view(shape)
+    starts = documents != documents.roll(1, along)  # the maximum begins with position 0 in any case
+    return position - (position * starts).cummax(along).values
+
+
 @lru_cache(maxsize=1 << 12)
 def _moves(given: Names, wanted: Names) -> tuple[list[int] | None, list[int]]:
     """Return how `broadcast` permutes dims, None if not at all, and the indices of the dims that it adds."""

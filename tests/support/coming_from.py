@@ -43,7 +43,7 @@ TABLES = {  # of the page, by the heading of their first column
 
 
 class State(StrEnum):
-    """What has become of a feature: `part` lacks something, `decided` has another form here, and the row says which."""
+    """The state of a feature here: `part` lacks something, `decided` has another form, and the row says which."""
 
     WORKS = "works"
     PART = "part"

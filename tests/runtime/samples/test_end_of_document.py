@@ -29,8 +29,9 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.token_ids import BYTE_IDS
-from megaloom.runtime.engine.megatron_batch import as_inputs, as_sample, restarted
+from megaloom.runtime.engine.megatron_batch import as_inputs, as_sample
 from megaloom.runtime.megatron import device
+from megaloom.runtime.reference.tensors import document_positions
 from megaloom.runtime.samples.end_of_document import EndOfDocument
 from megaloom.runtime.samples.samples import SampleMaker
 from tests.support.models.small import tiny_bert, tiny_gpt, tiny_llama, tiny_pair
@@ -94,7 +95,7 @@ def test_samples_are_those_of_megatron_core(case: str) -> None:
         documents = ours.get("documents", torch.zeros(SEQ, dtype=torch.int64))
         reads = (documents[:, None] == documents).tril()
         assert torch.equal(~reads, theirs["attention_mask"][0])
-        positions = restarted(documents[None])[0] if ends.reset_position_ids else torch.arange(SEQ)
+        positions = document_positions(documents[None])[0] if ends.reset_position_ids else torch.arange(SEQ)
         assert torch.equal(positions, theirs["position_ids"])
 
 

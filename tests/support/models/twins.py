@@ -15,7 +15,6 @@ from megaloom.dsl import (
     CrossEntropy,
     Dim,
     Embed,
-    Equals,
     Layer,
     LogSumExp,
     Model,
@@ -40,6 +39,7 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.examples.scripts.key_tokens import KeyTokenLoss
 
 VOCAB, EMBED, SEQ = Dim("vocab", 97), Dim("embed", 32), 32
 SMOOTHING, Z_FACTOR, KEYS, KEY_FACTOR = 0.1, 1e-2, (5, 17, 60), 0.25
@@ -64,21 +64,6 @@ class ZLoss(Layer):
     def body(self, x: Value, /, **side: Value) -> Value:
         z = apply(LogSumExp("vocab"), x)
         return loss_sums(z * z)
-
-
-@frozen
-class KeyTokenLoss(Layer):
-    """The mean cross-entropy of each sample over its mask, which counts more if its text has key tokens."""
-
-    tokens: Value = field(factory=ids, repr=False)
-    labels: Value = field(factory=labels, repr=False)
-    mask: Value = field(factory=mask, repr=False)
-
-    def body(self, x: Value, /, **side: Value) -> Value:
-        losses = apply(CrossEntropy("vocab"), x, self.labels) * self.mask
-        mean = apply(Sum(("seq",)), losses) / apply(Sum(("seq",)), self.mask)
-        keys = apply(Sum(("seq",)), fn("add", *(apply(Equals(key), self.tokens) for key in KEYS)))
-        return loss_sums(mean * (1.0 + KEY_FACTOR * keys))
 
 
 @frozen
@@ -149,7 +134,7 @@ def z_loss() -> Model:
 
 
 def key_tokens() -> Model:
-    return model("key-tokens", decoder(FF, FF_2, FF, FF) >> KeyTokenLoss(), std=0.1)
+    return model("key-tokens", decoder(FF, FF_2, FF, FF) >> KeyTokenLoss(KEYS, KEY_FACTOR), std=0.1)
 
 
 def masked() -> Model:
