@@ -21,7 +21,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
-from attrs import evolve, fields, frozen
+from attrs import evolve, fields, frozen, resolve_types
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import parse_json, read_text
@@ -120,7 +120,8 @@ def _part(path: str, name: str, table: object, kind: type) -> dict[str, Any]:
     """Return the fields of a device or link that the file gives."""
     if not isinstance(table, dict):
         _refuse(path, f"has {name} = {table!r:.40}", f"{name} is a table: write [{name}] and its fields below")
-    due = {f.name: f.type for f in fields(kind) if (kind, f.name) != (Device, "name")}  # which is the file's own name
+    own = fields(resolve_types(kind))  # whoever reads a plan resolves them too: a type is never compared as text
+    due = {f.name: f.type for f in own if (kind, f.name) != (Device, "name")}  # which is the file's own name
     _known(path, f"field of {name}", table, due)
     out: dict[str, Any] = {}
     for field, value in table.items():
@@ -134,7 +135,7 @@ def _part(path: str, name: str, table: object, kind: type) -> dict[str, Any]:
             out[field] = {p: _number(path, f"{where}.{p}", x) for p, x in value.items()}
         else:
             figure = _number(path, where, value)
-            out[field] = int(figure) if due[field] == "int" else figure
+            out[field] = int(figure) if due[field] is int else figure
     return out
 
 

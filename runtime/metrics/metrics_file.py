@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from attrs import field, fields, frozen
+from attrs import field, fields, frozen, resolve_types
 
 from megaloom.dsl.errors import UserError, safe_repr
 from megaloom.dsl.files.json_file import parse_json
@@ -106,8 +106,8 @@ def _wrong_field(event: Mapping[str, Any]) -> str | None:
 
     Only a number with a fraction may be null, which stands for NaN and infinity.
     """
-    for f in (f for f in fields(StepMetrics) if f.name in event):
-        value, numbers = event[f.name], int | float if str(f.type) in ("int", "bool") else int | float | None
+    for f in (f for f in fields(resolve_types(StepMetrics)) if f.name in event):
+        value, numbers = event[f.name], int | float if f.type in (int, bool) else int | float | None
         if f.name in ("terms", "report"):
             right = isinstance(value, dict) and all(isinstance(x, numbers) for x in value.values())
         else:

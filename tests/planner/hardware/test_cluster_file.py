@@ -72,6 +72,15 @@ def test_what_it_says_is_so(tmp_path: Path) -> None:
     assert machines(cluster(written(tmp_path, 'base = "H100"\ncount = 64\nper_node = 4'))) == (16, 4)
 
 
+def test_bytes_are_whole_numbers_also_after_a_plan_was_read(tmp_path: Path) -> None:
+    """Reading a plan resolves the annotations of its classes, which were texts before."""
+    path = written(tmp_path, 'name = "ours"\nbase = "H100"\n[device]\nnbytes = 70e9\n')
+    plan_path = tmp_path / "plan.json"
+    for _ in range(2):
+        assert main(["gpt2", "--gpus", path, "--seq", "64", "--dp", "1", "-o", str(plan_path)]) == 0
+        assert type(load(plan_path).cluster.device.nbytes) is int
+
+
 def test_the_example_of_the_guide(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "guide" / "clusters.md").read_text()
     example = guide.partition("```toml\n")[2].partition("```")[0]
