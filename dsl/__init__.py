@@ -58,6 +58,7 @@ from megaloom.dsl.ops.weight import (
 )
 from megaloom.dsl.sharding_table import Sharded, Split
 
+from .base_ops import AlongSequence, Contraction, Elementwise, Rearrangement, TableLookup
 from .combine import (
     Block,
     Each,
@@ -84,6 +85,7 @@ from .layer import (
 )
 from .low_rank import LoRA
 from .node import Node, Slot
+from .op import Decoding, Op, Reads
 from .transforms.adapters import Adapted
 from .transforms.freezing import freeze
 from .transforms.packing import packed
@@ -91,12 +93,12 @@ from .transforms.repetition import Repeat, repeat
 from .value import (
     Affine,
     Clamp,
-    Op,
     Pointwise,
     Value,
     apply,
     fn,
 )
+from .work_kinds import Extents, Traffic, WorkKind
 
 __all__ = [
     "BATCH",
@@ -106,6 +108,7 @@ __all__ = [
     "Activation",
     "Adapted",
     "Affine",
+    "AlongSequence",
     "Attend",
     "Attention",
     "Block",
@@ -116,11 +119,13 @@ __all__ = [
     "Collective",
     "Combine",
     "Concat",
+    "Contraction",
     "Conv",
     "Costs",
     "CrossAttention",
     "CrossEntropy",
     "DType",
+    "Decoding",
     "Dim",
     "DocumentIndices",
     "DocumentPositions",
@@ -128,8 +133,10 @@ __all__ = [
     "Drop",
     "Dropout",
     "Each",
+    "Elementwise",
     "Embed",
     "Equals",
+    "Extents",
     "Flops",
     "Gate",
     "GeGLU",
@@ -163,6 +170,8 @@ __all__ = [
     "PositionLookup",
     "Positions",
     "RMSNorm",
+    "Reads",
+    "Rearrangement",
     "RelativeBuckets",
     "Rename",
     "Repeat",
@@ -187,13 +196,16 @@ __all__ = [
     "StackLosses",
     "Sum",
     "SwiGLU",
+    "TableLookup",
     "TokenClassification",
+    "Traffic",
     "Unembed",
     "UserError",
     "Value",
     "Weight",
     "WeightedSum",
     "Work",
+    "WorkKind",
     "YarnScaling",
     "apply",
     "chain",

@@ -20,8 +20,9 @@ from .errors import (
     safe_repr,
 )
 from .field_types import check_fields
+from .op import Op
 from .sharding_table import Sharded, check_splits
-from .value import Op, Value, not_a_layer
+from .value import Value, not_a_layer
 
 
 @frozen
@@ -33,6 +34,7 @@ class Layer(Op):
     """
 
     at: str = field(factory=caller, kw_only=True, eq=False, repr=False)  # file:line of the program
+    base_class: ClassVar[bool] = True  # its body states what an op would
     transparent: ClassVar[bool] = False  # True: the layers in its body become nodes of the graph, as for combinators
     named_in_errors: ClassVar[bool] = True  # True: an error in its body names this layer
     splits: ClassVar[Mapping[str, str | Sharded]] = {}  # its own dims that an axis may shard: see dsl.sharding_table

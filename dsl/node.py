@@ -12,7 +12,8 @@ from megaloom.dsl.ops.weight import INITIAL_STD, Input, Weight
 from .combine import Each
 from .dims import Dim, Shape
 from .layer import Named
-from .value import Op, Value
+from .op import Op
+from .value import Value
 
 
 @frozen

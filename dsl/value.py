@@ -7,14 +7,12 @@ from typing import ClassVar, Literal
 
 from attrs import field, frozen
 
-from .dims import (
-    Dim,
-    DType,
-    Shape,
-    Sizes,
-)
+from .base_ops import COPY, UNARY_PASSES, Elementwise
+from .dims import Dim, DType, Shape
 from .errors import ShapeError, caller, did_you_mean
 from .field_types import check_fields
+from .op import Op
+from .work_kinds import Elements, Traffic, WorkKind
 
 LINEAR = frozenset({"add"})  # the backward pass reads nothing
 UNARY = frozenset(
@@ -25,41 +23,11 @@ UNARY = frozenset(
 # product, with the activation before it) and for adding a bias. What a framework makes of a group, its profile says.
 Fusion = Literal["gate", "bias"]
 NONLINEAR = UNARY | {"mul", "div"}  # the backward pass reads the arguments
+SAVE_RESULT = ("exp", "sigmoid", "tanh", "reciprocal")  # functions whose derivative torch computes from their result
+# Passes over memory, forward and backward, of functions that torch has no single kernel for. The gradient of a
+# reciprocal is a negation and two products.
+COMPOSED_PASSES = {"quick_gelu": (7, 14), "relu2": (4, 8), "reciprocal": (2, 7)}
 NUMBERS_OF_ARGUMENTS = {**dict.fromkeys(UNARY, 1), "div": 2}  # of functions that do not take any number of them
-
-
-class Op:
-    """A function from values to a value: a primitive, or a layer made of primitives.
-
-    To add a primitive, write a frozen attrs class with a `shape` method. By default it has no FLOPs, saves nothing for
-    the backward pass and does not accept token ids. `megaloom.runtime.reference.evaluate` must learn to compute it.
-    No axis but dp and pp shards a model with an op that is not built in: it does not say along which dims it reads.
-    """
-
-    elementwise: ClassVar[bool] = False  # each output element depends on one element of each argument
-    arity: ClassVar[int | None] = None  # the number of arguments; None: `shape` checks it
-
-    def shape(self, *args: Shape) -> Shape:
-        """Return the shape of the result. Raises ShapeError if the arguments do not fit."""
-        raise NotImplementedError
-
-    def dtype(self, *args: DType) -> DType:
-        """Return the element type of the result. Raises ShapeError if an argument has the wrong element type."""
-        if DType.INDEX in args:
-            raise ShapeError(f"{self} does not accept token ids: turn them into vectors first, with Embed(table)")
-        return DType.COMPUTE
-
-    def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
-        """Return the FLOPs of the forward pass; a multiply-add is two."""
-        return 0
-
-    def saved_values(self, out: Value) -> tuple[Value, ...]:
-        """Return the values that the backward pass reads."""
-        return ()
-
-    def saved_buffers(self, out: Value) -> tuple[tuple[str, Shape, DType], ...]:
-        """Return other tensors that the backward pass reads (masks, statistics): (name, shape, element type)."""
-        return ()
 
 
 @frozen(eq=False, repr=False)
@@ -134,7 +102,7 @@ def apply(op: Op, *args: Value) -> Value:
 
 
 @frozen
-class Pointwise(Op):
+class Pointwise(Elementwise):
     """An elementwise function: [..] to [..]. Arguments are broadcast over the dims that they lack.
 
     add and mul take one or more arguments, div two, the other functions one. fusion: the fusion group of its kernel. A
@@ -146,7 +114,7 @@ class Pointwise(Op):
     fn: str = field()
     fusion: Fusion | None = field(default=None, kw_only=True, eq=False, repr=False)  # not mathematics
     eager_tensors: int = field(default=0, kw_only=True, eq=False, repr=False)  # not mathematics
-    elementwise: ClassVar[bool] = True
+    work_kind: ClassVar[WorkKind] = WorkKind.POINTWISE
 
     @fn.validator
     def _known(self, _: object, name: str) -> None:
@@ -159,55 +127,83 @@ class Pointwise(Op):
         if not args or count not in (None, len(args)):
             needed = {1: "one argument", 2: "two arguments", None: "one or more arguments"}[count]
             raise ShapeError(f"{self.fn} needs {needed}, got {len(args)}")
-        big = max(args, key=lambda s: len(s.dims))
-        for s in args:
-            for d in s:
-                if d.name not in big:
-                    raise ShapeError(f"cannot {self.fn} {s} and {big}: neither has all the dims of the other")
-                if big[d.name] != d:
-                    raise ShapeError(f"cannot {self.fn} {s} and {big}: {d} is not {big[d.name]}")
-        return big
+        return super().shape(*args)
 
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         if self.fn == "relu":
             return (out,)  # its sign is enough, and the next op often saves it anyway
         return out.args if self.fn in NONLINEAR else ()
 
+    def saved_by_torch(self, out: Value) -> tuple[Value, ...]:
+        return (out,) if self.fn in SAVE_RESULT else self.saved_values(out)
+
+    def torch_traffic(self, out: Value, elements: Elements) -> Traffic:
+        n = elements(out)
+        match self.fn:
+            case "add" | "mul":
+                return _combination(self.fn == "mul", n, [elements(a) for a in out.args])
+            case "div":
+                return _quotient(n, *map(elements, out.args))
+        forward, backward = COMPOSED_PASSES.get(self.fn, UNARY_PASSES)
+        return Traffic(forward * n, backward * n, forward // COPY, backward // COPY)
+
     def __str__(self) -> str:
         return self.fn
 
 
 @frozen
-class Affine(Op):
+class Affine(Elementwise):
     """scale * x + shift for numbers scale and shift: [..] to [..]. `2.0 * x` and `x + 1.0` are Affine."""
 
     scale: float = 1.0
     shift: float = 0.0
-    elementwise: ClassVar[bool] = True
     arity: ClassVar[int] = 1
 
-    def shape(self, *args: Shape) -> Shape:
-        return args[0]
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
+
+    def torch_traffic(self, out: Value, elements: Elements) -> Traffic:
+        """Return the traffic of a product and a sum; the gradient is scaled."""
+        n = elements(out)
+        return Traffic(2 * COPY * n, COPY * n, 2, 1)
 
 
 @frozen
-class Clamp(Op):
+class Clamp(Elementwise):
     """Each element clamped to low ≤ x ≤ high; None is no bound: [..] to [..]."""
 
     low: float | None = None
     high: float | None = None
-    elementwise: ClassVar[bool] = True
     arity: ClassVar[int] = 1
 
     def __attrs_post_init__(self) -> None:
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ShapeError(f"Clamp needs low ≤ high, got low={self.low} and high={self.high}")
 
-    def shape(self, *args: Shape) -> Shape:
-        return args[0]
-
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args
+
+
+def _combination(product: bool, n: int, sizes: list[int]) -> Traffic:
+    """Return the traffic of the sum or product with n elements of two or more tensors, of which some are broadcast."""
+    kernels = len(sizes) - 1
+    out = Traffic(2 * kernels * n + sum(sorted(sizes)[:kernels]), 0, kernels, 0)
+    for size in sizes:
+        if product:
+            out += Traffic(0, 2 * n + sum(sizes) - size, 0, 1)
+        if size < n:  # the gradient of a tensor that is broadcast is summed
+            out += Traffic(0, n + size, 0, 1)
+    return out
+
+
+def _quotient(n: int, x: int, y: int) -> Traffic:
+    """Return the traffic of a quotient with n elements of tensors with x and y elements, of which one may be broadcast.
+
+    The gradient of the dividend is a quotient; that of the divisor two, a negation and a product.
+    """
+    reads, kernels = (n + y) + (x + y + n + y) + n + 2 * n, 5
+    sums = sum(n + size for size in (x, y) if size < n)  # the gradient of a tensor that is broadcast is summed
+    return Traffic(x + y + n, reads + kernels * n + sums, 1, kernels + (x < n) + (y < n))
 
 
 def not_a_layer(it: object) -> ShapeError:

@@ -11,12 +11,9 @@ from typing import Literal
 from attrs import define, evolve, field, frozen
 
 from megaloom.dsl.dims import DType
-from megaloom.dsl.ops.attention_core import Attend
-from megaloom.dsl.ops.loss import CrossEntropy, LogSumExp
-from megaloom.dsl.ops.norm import Normalize
-from megaloom.dsl.ops.routing import Combine, Route
 from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Value
+from megaloom.dsl.work_kinds import WorkKind
 
 from .context_exchange import channel_exchanges, divides_channels, runs_along, shared_channels
 from .placement import PARTIAL, Communication, NodePlacement, PlacedOp, Transition, Transitions
@@ -103,7 +100,7 @@ class _Count:
                 continue  # gradients of weights are added once a step
             elif transition.axis == "cp" and runs_along(step) and not self.gathers:
                 continue  # see `channel_exchange`
-            elif transition.axis == "cp" and isinstance(step.value.op, Attend):
+            elif transition.axis == "cp" and step.value.op.work_kind is WorkKind.ATTENTION:
                 continue  # see `attend`
             else:
                 yield from self.enter(step, v, transition)
@@ -146,31 +143,32 @@ class _Count:
         """Yield the collectives of a primitive that mixes along a sharded dim: attention, dispatch, combine, a norm."""
         step = placed.step
         v = step.value
-        match v.op:
-            case Attend():
-                yield from self.attend(step)
-            case Route() | Combine() if self.split.ep > 1:
-                tokens = v if isinstance(v.op, Route) else v.args[0]
-                n = self.program.local_elements(tokens.shape, step.outer, self.sizes, self.split)
-                what = "dispatch" if tokens is v else "combine"
-                for backward in (False, True):
-                    yield Collective("all_to_all", "ep", n, backward, what, self.recomputed_by(step, backward))
-            case Normalize(over):
-                n = step.at(self.sizes, self.split)((*step.outer, *v.shape.without(*over)))
-                for axis in placed.statistics_axes:
-                    for backward in (False, True):
-                        yield Collective(
-                            "all_reduce", axis, n, backward, "statistics", self.recomputed_by(step, backward)
-                        )
-            case CrossEntropy() | LogSumExp():
-                # The largest number, the sum of exponentials, and the label's logit (megatron-core 0.16.1,
-                # tensor_parallel/cross_entropy.py).
-                n = step.at(self.sizes, self.split)((*step.outer, *v.shape))
-                for axis in placed.statistics_axes:
-                    for _ in range(3 if isinstance(v.op, CrossEntropy) else 2):
-                        yield Collective("all_reduce", axis, n, False, step.name, self.recomputed_by(step))
-                    if any(t.axis == axis for t in placed.result):  # each device reads its part of the sequence
-                        yield Collective("all_reduce", axis, n, True, step.name)
+        if v.op.work_kind is WorkKind.ATTENTION:
+            yield from self.attend(step)
+        elif v.op.work_kind.is_exchange and self.split.ep > 1:
+            dispatch = v.op.work_kind is WorkKind.DISPATCH
+            tokens, what = (v, "dispatch") if dispatch else (v.args[0], "combine")
+            n = self.program.local_elements(tokens.shape, step.outer, self.sizes, self.split)
+            for backward in (False, True):
+                yield Collective("all_to_all", "ep", n, backward, what, self.recomputed_by(step, backward))
+        yield from self.statistics(placed)
+
+    def statistics(self, placed: PlacedOp) -> Iterator[Collective]:
+        """Yield the all-reduces of the statistics of a norm or a loss, one number for each index besides their dims.
+
+        Their gradients are exchanged too, unless each device computes the whole result: the same loss of each token.
+        """
+        step = placed.step
+        for reads in (r for r in step.reads if r.statistics):
+            kept = step.value.shape.without(*reads.statistics)
+            n, what = step.at(self.sizes, self.split)((*step.outer, *kept)), step.name
+            inside = kept != step.value.shape  # its result has the dims of the statistics
+            for axis in placed.statistics_axes:
+                named = "statistics" if inside else what
+                for _ in range(reads.exchanges):
+                    yield Collective("all_reduce", axis, n, False, named, self.recomputed_by(step))
+                if inside or any(t.axis == axis for t in placed.result):  # each device reads its part of the sequence
+                    yield Collective("all_reduce", axis, n, True, named)
 
     def attend(self, step: Step) -> Iterator[Collective]:
         """Yield the gathers of the attention core, and the reduce-scatters of their gradients.

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from megaloom.dsl.dims import Dim
-from megaloom.dsl.ops.norm import Drop
-from megaloom.dsl.ops.sequence import Conv, Scan
 from megaloom.dsl.sharding_table import Split
 from megaloom.dsl.value import Value
+from megaloom.dsl.work_kinds import WorkKind
 
 from .primitives import Program, Step, origin
 
@@ -54,7 +53,7 @@ def divides_channels(p: Program, weights_only: Container[int], split: Split) -> 
     """
     inside = values_by_channel(p, weights_only)
     steps = [step for step in p.steps if id(step.value) in inside]
-    if any(step.outer or isinstance(step.value.op, Drop) for step in steps):
+    if any(step.outer or step.value.op.work_kind is WorkKind.DROPOUT for step in steps):
         return False
     for v in (x for step in steps for x in (step.value, *step.value.args) if id(origin(x)) not in weights_only):
         d = channel_dim(p, v)
@@ -88,7 +87,7 @@ def channel_exchanges(p: Program, weights_only: Container[int]) -> Iterator[tupl
 
 def runs_along(step: Step) -> bool:
     """Return whether a primitive runs along the sequence, channel by channel."""
-    return isinstance(step.value.op, Conv | Scan)
+    return step.value.op.channelwise
 
 
 def shared_channels(v: Value) -> Dim | None:

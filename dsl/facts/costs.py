@@ -14,10 +14,10 @@ from attrs import evolve, frozen
 from megaloom.dsl.dims import Dim, Shape, Sizes
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.node import Node
-from megaloom.dsl.ops.loss import CrossEntropy, is_loss
-from megaloom.dsl.ops.shape import Rename
+from megaloom.dsl.ops.loss import is_loss
 from megaloom.dsl.ops.weight import Input
 from megaloom.dsl.sharding_table import WHOLE, Split
+from megaloom.dsl.work_kinds import WorkKind
 
 from .collectives import Collective, collectives, gathers_sequence
 from .primitives import Program, effective_split, fitted, program, separate_ops
@@ -100,7 +100,7 @@ def _rest(p: Program, batch: int, seq: int, source: int, split: Split, separate:
     ports = {*logits, *(i for i, v in enumerate(p.inputs) if isinstance(v.source.op, Input))}
     return evolve(
         facts,
-        work=tuple(w for w in facts.work if w.kind != "crossentropy"),
+        work=tuple(w for w in facts.work if w.kind is not WorkKind.CROSS_ENTROPY),
         collectives=tuple(c for c in facts.collectives if c.what != "crossentropy"),
         saved=tuple(s for s in facts.saved if s.port not in ports),
     )
@@ -109,7 +109,7 @@ def _rest(p: Program, batch: int, seq: int, source: int, split: Split, separate:
 def logits_ports(p: Program) -> tuple[int, ...]:
     """Return the inputs of a node of which it computes the cross-entropy, one for each cross-entropy."""
     ports = {id(v.source): i for i, v in reversed(list(enumerate(p.inputs)))}
-    logits = (id(s.value.args[0].source) for s in p.steps if isinstance(s.value.op, CrossEntropy))
+    logits = (id(s.value.args[0].source) for s in p.steps if s.value.op.work_kind is WorkKind.CROSS_ENTROPY)
     return tuple(ports[i] for i in logits if i in ports)
 
 
@@ -121,8 +121,8 @@ def _costs(p: Program, batch: int, seq: int, source: int, split: Split, separate
     for name, size in sizes.items():
         if size < 1:
             raise UserError(f"{name} must be a whole number of at least 1, got {size!r}")
-    renames = [s.value.op for s in p.steps if isinstance(s.value.op, Rename)]
-    sizes.update({op.new: sizes[op.old] for op in renames if op.old in sizes})
+    renamed = [reads.renamed for step in p.steps for reads in step.reads if reads.renamed]
+    sizes.update({new: sizes[old] for old, new in renamed if old in sizes})
     dense, expert = _params(p, p.weights, sizes, split)
     gathers = separate and gathers_sequence(p, split)
     return Costs(

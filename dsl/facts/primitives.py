@@ -15,9 +15,8 @@ from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType, Shape
 from megaloom.dsl.layer import Layer
 from megaloom.dsl.node import Node, primitives
-from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.op import Op, Reads
 from megaloom.dsl.ops.loss import is_loss
-from megaloom.dsl.ops.routing import Gate
 from megaloom.dsl.ops.weight import Input, Weight
 from megaloom.dsl.sharding_table import (
     SHARED_BY_HEADS,
@@ -27,14 +26,16 @@ from megaloom.dsl.sharding_table import (
     Split,
     sequential,
 )
-from megaloom.dsl.value import Fusion, Op, Pointwise, Value
+from megaloom.dsl.value import Fusion, Pointwise, Value
+from megaloom.dsl.work_kinds import WorkKind
 
 
 @frozen(eq=False)
 class Step:
     """A primitive: its value, its name inside the node, and the dims of the copies around it.
 
-    axes: the sharded dims of all tensors that it reads and writes, with the axis of each.
+    axes: the sharded dims of all tensors that it reads and writes, with the axis of each. reads: what it reads of each
+    argument.
     """
 
     value: Value
@@ -42,10 +43,15 @@ class Step:
     outer: tuple[Dim, ...]
     table: ShardingTable
     axes: Mapping[str, str] = field(init=False)
+    reads: tuple[Reads, ...] = field(init=False)
 
     @axes.default
     def _axes(self) -> dict[str, str]:
         return self.table.axes(self.outer, *(v.shape for v in (*self.value.args, self.value)))
+
+    @reads.default
+    def _reads(self) -> tuple[Reads, ...]:
+        return self.value.op.reads(self.value)
 
     def at(self, sizes: Mapping[str, int], split: Split, *, whole: Container[str] = ()) -> Local:
         """Return the local sizes of this primitive's dims. The dims named in `whole` count as not sharded."""
@@ -54,7 +60,7 @@ class Step:
 
     def gathered(self, split: Split) -> tuple[Value, ...]:
         """Return the keys and values that context parallelism gathers for this primitive, along their sequence."""
-        if not isinstance(self.value.op, Attend) or split.cp == 1:
+        if self.value.op.work_kind is not WorkKind.ATTENTION or split.cp == 1:
             return ()
         return tuple(a for a in self.value.args[1:] if sequential(a.shape))
 
@@ -245,7 +251,7 @@ def _splits(value: Value, outside: set[int]) -> dict[str, str | Sharded]:
 
 def _name(v: Value, path: str) -> str:
     """Return the name of a primitive: that of its weight, or its kind if it has none or a weight only adjusts it."""
-    weights = () if isinstance(v.op, Attend | Gate) else v.args
+    weights = () if v.op.work_kind in (WorkKind.ATTENTION, WorkKind.GATE) else v.args
     named = next((a.op.name for a in weights if isinstance(a.op, Weight)), None)
     return path + (named or (v.op.fn if isinstance(v.op, Pointwise) else type(v.op).__name__.lower()))
 

@@ -12,26 +12,21 @@ reads it or it leaves the node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 
 from attrs import define, field, frozen
 
 from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType
-from megaloom.dsl.ops.attention_core import Attend
-from megaloom.dsl.ops.dot import Dot
-from megaloom.dsl.ops.loss import CrossEntropy, LogSumExp, LossSums, Sum
-from megaloom.dsl.ops.norm import Normalize
-from megaloom.dsl.ops.routing import Combine, Route
-from megaloom.dsl.ops.shape import Rename
-from megaloom.dsl.ops.weight import Input, Lookup, Weight
+from megaloom.dsl.op import PLAIN, Reads
+from megaloom.dsl.ops.loss import is_loss
+from megaloom.dsl.ops.weight import Input, Weight
 from megaloom.dsl.sharding_table import SEQUENCES, Split
-from megaloom.dsl.value import Op, Pointwise, Value
+from megaloom.dsl.value import Pointwise, Value
 
 from .placement import INVARIANT, PARTIAL, REPLICATE, NodePlacement, PlacedOp, Placement, Shard, Transition, Transitions
 from .primitives import Program, Step, effective_split, origin
-from .requirements import ReadRequirement, read_requirements
 
 
 def propagate(program: Program, split: Split) -> NodePlacement:
@@ -48,7 +43,7 @@ def propagate(program: Program, split: Split) -> NodePlacement:
 
 @lru_cache(maxsize=1 << 12)
 def _has_grouped_norms(program: Program) -> bool:
-    return any(isinstance(op := step.value.op, Normalize) and op.groups > 1 for step in program.steps)
+    return any(reads.groups for step in program.steps for reads in step.reads)
 
 
 @lru_cache(maxsize=1 << 13)
@@ -69,7 +64,7 @@ class _Argument:
     """
 
     value: Value
-    requirement: ReadRequirement
+    reads: Reads
     gathers: Mapping[str, bool]
 
 
@@ -99,8 +94,8 @@ class _Inference:
                 yield PlacedOp(step, tuple(() for _ in v.args), (), frozenset(self.sharded_axes(v)))
                 continue
             yield self.place(step)
-            axes = self.over(step, _contracted(step))
-            if isinstance(v.op, LossSums):
+            axes = self.over(step, {name for reads in step.reads for name in reads.summed})
+            if is_loss(v):
                 axes -= {"cp"}  # added to those of dp ranks and micro-batches, at the end of the step
             if axes:
                 self.partial[id(v)] = step, axes
@@ -112,7 +107,7 @@ class _Inference:
     def place(self, step: Step) -> PlacedOp:
         """Return a primitive with its transitions."""
         v = step.value
-        pairs = zip(v.args, read_requirements(step, self.split), strict=True)
+        pairs = zip(v.args, (self.layout_reads(step, reads) for reads in step.reads), strict=True)
         arguments = [_Argument(a, r, dict(self.required_gathers(step, a, r))) for a, r in pairs]
         after = self.sharded_axes(v)
         work = {axis for x in (v, *v.args) if id(origin(x)) not in self.weights_only for axis in self.sharded_axes(x)}
@@ -121,17 +116,34 @@ class _Inference:
         reads = tuple((*self.reductions(a.value), *self.argument_transitions(step, a, work, after)) for a in arguments)
         oversized = after & self.oversized_axes(step, arguments)
         slices = tuple(Transition(a, REPLICATE, self.placement(v, a)) for a in ("cp", "tp") if a in oversized)
-        return PlacedOp(step, reads, slices, frozenset(after), tuple(sorted(self.over(step, _reduced(v.op)))))
+        return PlacedOp(step, reads, slices, frozenset(after), tuple(sorted(self.over(step, _statistics(step)))))
+
+    def layout_reads(self, step: Step, reads: Reads) -> Reads:
+        """Return what a primitive reads of an argument under this split.
+
+        A dim is read whole under another name if the two names lie on different axes. Groups of indices are not read
+        whole where each device has whole groups: only the first dim is sharded, into a divisor of their number.
+        """
+        if reads.renamed:
+            old, new = reads.renamed
+            x, table = step.value.args[0].shape, step.table
+            moves = table.axis(x[old]) != table.axis(step.value.shape[new])
+            return Reads(frozenset({old})) if moves else PLAIN
+        if reads.groups:
+            count, names = reads.groups
+            first, *others = (self.split.degree(step.axes.get(name, "")) for name in names)
+            own = count % first == 0 and max(others, default=1) == 1 and not SEQUENCES.intersection(names)
+            return PLAIN if own else reads
+        return reads
 
     def oversized_axes(self, step: Step, arguments: list[_Argument]) -> set[str]:
         """Return the axes over which each device computes more of a result than its shard."""
         v = step.value
-        if isinstance(v.op, Rename) and self.sharded_dims(v) != self.sharded_dims(v.args[0]):
-            new_axes = set(self.sharded_dims(v).values()) - set(self.sharded_dims(v.args[0]).values())
-            return new_axes | _gathered_axes(arguments)
-        if isinstance(v.op, CrossEntropy | LogSumExp):
-            return _gathered_axes(arguments) | self.over(step, _reduced(v.op))
-        return _gathered_axes(arguments[:1] if isinstance(v.op, Attend) else arguments)
+        axes = _gathered_axes(a for a in arguments if not a.reads.keys)
+        axes |= self.over(step, [name for name in _statistics(step) if name not in v.shape])
+        if any(reads.renamed for reads in step.reads):
+            axes |= set(self.sharded_dims(v).values()) - set(self.sharded_dims(v.args[0]).values())
+        return axes
 
     def reductions(self, v: Value) -> Transitions:
         """Return the reductions of a value; none if it is not Partial."""
@@ -143,13 +155,13 @@ class _Inference:
 
     def argument_transitions(self, step: Step, a: _Argument, work: set[str], after: set[str]) -> Iterator[Transition]:
         """Yield the transitions of an argument from its placement, after reductions, to the one in which it is read."""
-        if isinstance(step.value.op, Route | Combine):
+        if step.value.op.work_kind.is_exchange:
             return  # the all-to-all of tokens changes their placement itself
         for axis in filter(self.is_sharded, ("tp", "etp", "cp")):
             source, target = self.placement(a.value, axis), self.read_placement(step, a, axis, work, after)
             if target != source:
                 yield Transition(axis, source, target)
-        shared = a.requirement.heads
+        shared = a.reads.heads
         if shared and "tp" in step.axes.values() and "tp" not in self.sharded_dims(a.value).values():
             dim, heads = shared
             yield Transition("tp", REPLICATE, Shard(dim, heads=heads))
@@ -177,7 +189,7 @@ class _Inference:
         a, gathers = argument.value, argument.gathers
         source, sequence = self.placement(a, axis), _sequence(a)
         repeats = axis not in work and id(step.value) not in self.weights_only
-        of_sequence = axis == "tp" and "tp" not in step.axes.values() and not argument.requirement
+        of_sequence = axis == "tp" and "tp" not in step.axes.values() and not argument.reads
         rows: tuple[tuple[object, Placement], ...] = (
             (gathers.get(axis) is False, PARTIAL),
             (axis in gathers, REPLICATE if axis in after else INVARIANT),
@@ -194,7 +206,7 @@ class _Inference:
         """Return whether work on shards of another dim over tp reads a value that is Shard(seq)."""
         return "tp" in step.axes.values() and "tp" in self.sharded_axes(a) and self.is_sequence_parallel(a)
 
-    def required_gathers(self, step: Step, a: Value, requirement: ReadRequirement) -> Iterator[tuple[str, bool]]:
+    def required_gathers(self, step: Step, a: Value, reads: Reads) -> Iterator[tuple[str, bool]]:
         """Yield the axes over which an argument is gathered, because the primitive reads more than the local shard.
 
         The second item is True if the primitive reads the other shards, False if it only needs their offset.
@@ -203,10 +215,10 @@ class _Inference:
             if axis == "tp" and self.enters_tensor_parallel(step, a):
                 continue
             name = self.sharded_dim(a, axis)
-            if axis == "cp" and isinstance(step.value.op, Attend) and name not in requirement.full_dims:
+            if axis == "cp" and reads.located and name not in reads.whole:
                 continue  # attention knows the positions of a rank's queries
-            if name in requirement.dims:
-                yield axis, name in requirement.full_dims
+            if name in reads.whole | reads.offset:
+                yield axis, name in reads.whole
 
     def is_sharded(self, axis: str) -> bool:
         """Return whether tensors are sharded over an axis."""
@@ -242,7 +254,7 @@ class _Inference:
         """Return the dim of a value that is sharded over an axis."""
         return next((name for name, a in self.sharded_dims(v).items() if a == axis), None) or _sequence(v)
 
-    def over(self, step: Step, names: tuple[str, ...]) -> frozenset[str]:
+    def over(self, step: Step, names: Collection[str]) -> frozenset[str]:
         """Return the axes over which a sum along these dims is Partial."""
         axes = {step.axes[name] for name in names if name in step.axes}
         if (
@@ -276,30 +288,9 @@ def _sequence(v: Value) -> str | None:
     return next((d.name for d in v.shape if d.name in SEQUENCES or any(o.name in SEQUENCES for o in d.of)), None)
 
 
-def _contracted(step: Step) -> tuple[str, ...]:
-    """Return the dims that a primitive sums over."""
-    match step.value.op:
-        case Dot(over):
-            return over
-        case Lookup(key):
-            return (key,)
-        case Sum(over):
-            return over
-        case LossSums():
-            return tuple(d.name for d in step.value.args[0].shape)
-    return ()
-
-
-def _reduced(op: Op) -> tuple[str, ...]:
+def _statistics(step: Step) -> tuple[str, ...]:
     """Return the dims over which a primitive reduces by itself: its devices exchange statistics, not the result."""
-    match op:
-        case Normalize(over) if op.groups == 1:
-            return over
-        case CrossEntropy(over):  # over a sequence, its devices gather the logits: see `requirements`
-            return () if over in SEQUENCES else (over,)
-        case LogSumExp(over):
-            return (over,)
-    return ()
+    return tuple(name for reads in step.reads for name in reads.statistics)
 
 
 def _is_data(v: Value) -> bool:

@@ -14,11 +14,7 @@ from typing import Literal, get_args
 
 from megaloom.dsl.errors import UserError, did_you_mean
 from megaloom.dsl.layers.latent_attention import MLA
-from megaloom.dsl.ops.attention_core import Attend
-from megaloom.dsl.ops.dot import Dot
-from megaloom.dsl.ops.norm import Normalize
-from megaloom.dsl.ops.routing import Route
-from megaloom.dsl.ops.sequence import Conv, Scan
+from megaloom.dsl.work_kinds import WorkKind
 
 from .primitives import Program, Step
 
@@ -83,28 +79,28 @@ def modules_of_node(p: Program) -> RecomputedBy:
 
 def is_norm(p: Program) -> bool:
     """Return whether a node is a norm of its only input."""
-    return isinstance(p.value.source.op, Normalize) and len(p.inputs) == 1
+    return p.value.source.op.work_kind is WorkKind.NORM and len(p.inputs) == 1
 
 
 def _parts(p: Program) -> Iterator[tuple[RecomputeModule, Iterable[Step]]]:
-    ops = [step.value.op for step in p.steps]
-    if any(isinstance(op, Route) for op in ops):
+    kinds = [step.value.op.work_kind for step in p.steps]
+    if WorkKind.DISPATCH in kinds:
         yield "moe", p.steps
         yield "moe_act", _expert_activations(p)
         yield "shared_experts", (s for s in p.steps if s.name.startswith("shared."))
         return
-    cores = [step for step in p.steps if isinstance(step.value.op, Attend)]
+    cores = [step for step in p.steps if step.value.op.work_kind is WorkKind.ATTENTION]
     yield "core_attn", cores
     if isinstance(p.value.op, MLA):  # values with heads; the rotary keys that enter are small, and not counted
         yield "mla_up_proj", (s for s in p.steps if s not in cores and any(d in s.value.shape for d in HEADS))
-    if sum(isinstance(op, Dot) for op in ops) > 1 and not any(isinstance(op, Attend | Scan | Conv) for op in ops):
+    if kinds.count(WorkKind.PRODUCT) > 1 and not any(kind.is_core for kind in kinds):
         yield "mlp", p.steps
 
 
 def _expert_activations(p: Program) -> Iterator[Step]:
     """Yield the elementwise ops of experts whose result a matrix product of the experts reads."""
     steps = {id(step.value): step for step in p.steps if step.outer}
-    todo = [a for step in steps.values() if isinstance(step.value.op, Dot) for a in step.value.args]
+    todo = [a for step in steps.values() if step.value.op.work_kind is WorkKind.PRODUCT for a in step.value.args]
     while todo:
         step = steps.pop(id(todo.pop().source), None)
         if step is not None:

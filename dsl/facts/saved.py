@@ -20,15 +20,10 @@ from megaloom.dsl.dims import (
 )
 from megaloom.dsl.layer import Layer
 from megaloom.dsl.node import Node
-from megaloom.dsl.ops.attention_core import Attend
-from megaloom.dsl.ops.dot import Dot
-from megaloom.dsl.ops.norm import Normalize
-from megaloom.dsl.ops.rope import Rope
-from megaloom.dsl.ops.routing import Combine
-from megaloom.dsl.ops.sequence import Scan
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import Split
-from megaloom.dsl.value import Pointwise, Value
+from megaloom.dsl.value import Value
+from megaloom.dsl.work_kinds import WorkKind
 
 from .primitives import (
     Program,
@@ -47,7 +42,6 @@ from .recompute import (
     recompute_mode,
 )
 
-SAVE_RESULT = ("exp", "sigmoid", "tanh", "reciprocal")  # functions whose derivative torch computes from their result
 AttentionTensor = Literal["projected", "rotated", "output", "gathered", "log_sum_exp"]
 """The part that a tensor has in attention, which frameworks store in different ways.
 
@@ -235,7 +229,7 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
                 attention=attention.get(id(x.source)),
             )
         for what, shape, dtype in v.op.saved_buffers(v):
-            part: AttentionTensor | None = "log_sum_exp" if isinstance(v.op, Attend) else None
+            part: AttentionTensor | None = "log_sum_exp" if v.op.work_kind is WorkKind.ATTENTION else None
             yield _Unsized(shape, dtype, step.outer, what, recomputed_by=modules_of_ops(p)[id(v)], attention=part)
     yield from _weighted(p, steps)
 
@@ -243,12 +237,12 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
 def _attention_tensors(p: Program) -> dict[int, AttentionTensor]:
     """Return the part of values in attention, by the identity of their source."""
     out: dict[int, AttentionTensor] = {}
-    for v in (step.value for step in p.steps if isinstance(step.value.op, Attend)):
+    for v in (step.value for step in p.steps if step.value.op.work_kind is WorkKind.ATTENTION):
         out[id(v)] = "output"
         for x in (a.source for a in v.args[:2]):
-            while isinstance(x.op, Rope | Normalize):
+            while x.op.work_kind in (WorkKind.ROTARY, WorkKind.NORM):
                 before = x.args[0].source
-                if isinstance(x.op, Rope):
+                if x.op.work_kind is WorkKind.ROTARY:
                     out[id(x)] = "rotated"
                 else:
                     out[id(before)] = "projected"
@@ -262,8 +256,8 @@ def _weighted(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
     The kernel of a gated unit multiplies too (megatron-core 0.16.1, fusions/fused_bias_swiglu.py: weighted_swiglu).
     After another activation the multiplication is an op of its own, which saves its input (transformer/moe/experts.py).
     """
-    products = [step for step in p.steps if step.outer and isinstance(step.value.op, Dot)]
-    if products and any(isinstance(step.value.op, Combine) for step in p.steps):
+    products = [step for step in p.steps if step.outer and step.value.op.work_kind is WorkKind.PRODUCT]
+    if products and any(step.value.op.work_kind is WorkKind.COMBINE for step in p.steps):
         h = products[-1].value.args[0].source
         if len(h.args) == 1 and h.op.elementwise:
             what = f"{steps[id(h)].name}, weighted"
@@ -277,18 +271,13 @@ def _recomputed(p: Program, v: Value) -> RecomputedBy:
 
 def _weighs(v: Value) -> bool:
     """Return whether this is a matrix product with a weight."""
-    return isinstance(v.op, Dot) and any(isinstance(x.source.op, Weight) for x in v.args)
+    return v.op.work_kind is WorkKind.PRODUCT and any(isinstance(x.source.op, Weight) for x in v.args)
 
 
 def _entries(p: Program, v: Value) -> Iterator[Value]:
-    saved_values = v.op.saved_values(v)
-    if isinstance(v.op, Dot) and any(isinstance(a.op, Weight) and a.op.frozen for a in v.args):
+    saved_values = v.op.saved_by_torch(v) if p.separate else v.op.saved_values(v)
+    if v.op.work_kind is WorkKind.PRODUCT and any(isinstance(a.op, Weight) and a.op.frozen for a in v.args):
         saved_values = tuple(a for a in v.args if isinstance(a.op, Weight))  # no weight gradient reads the input
-    if p.separate:
-        if isinstance(v.op, Scan):  # it runs again in the backward pass
-            saved_values = v.args
-        elif isinstance(v.op, Pointwise) and v.op.fn in SAVE_RESULT:
-            saved_values = (v,)
     for x in saved_values:
         yield from p.entries(x)
 

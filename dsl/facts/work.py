@@ -8,21 +8,14 @@ from functools import partial
 from attrs import frozen
 
 from megaloom.dsl.dims import Sizes
-from megaloom.dsl.ops.attention_core import Attend
-from megaloom.dsl.ops.dot import Dot
-from megaloom.dsl.ops.loss import LossSums, StackLosses
-from megaloom.dsl.ops.sequence import Scan
-from megaloom.dsl.ops.shape import Rename, Select, Slice
-from megaloom.dsl.ops.weight import Input, Lookup, PositionLookup, Weight
+from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import SEQUENCES, Local, Split
 from megaloom.dsl.value import Fusion, Value
+from megaloom.dsl.work_kinds import Traffic, WorkKind
 
 from .primitives import Program, Step, fusion_of
 from .recompute import NO_MODULES, RecomputedBy, modules_of_ops
-from .separate_ops import Traffic, is_separate, traffic
-
-# No work: the tensor is there already, or has no more than a number for each token.
-VIEWS = (Weight, Input, Select, Rename, Slice, LossSums, StackLosses)
+from .separate_ops import traffic
 
 
 @frozen
@@ -37,7 +30,7 @@ class Work:
     and backward_kernels their numbers, beside the product, the attention core or the scan; whole: there is none.
     """
 
-    kind: str
+    kind: WorkKind
     path: str
     flops: int
     dgrad: int
@@ -61,14 +54,14 @@ def work_of(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
     """Yield the work of the primitives of a node."""
     for step in p.steps:
         v = step.value
-        if isinstance(v.op, VIEWS) or id(v) in p.fused:
+        if v.op.work_kind is WorkKind.NONE or id(v) in p.fused:
             continue
         local = step.at(sizes, split)
         forward, dgrad, wgrad = _flops(p, step, local, split)
-        count, m, n, k = _product(step, local, split)
-        moved = traffic(p, step, partial(_elements, step, local, split)) if p.separate else Traffic()
+        count, m, n, k = _extents(step, local, split)
+        moved, whole = traffic(p, step, partial(_elements, step, local, split)) if p.separate else (Traffic(), False)
         yield Work(
-            kind=type(v.op).__name__.lower(),
+            kind=v.op.work_kind,
             path=step.name,
             flops=forward,
             dgrad=dgrad,
@@ -85,7 +78,7 @@ def work_of(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
             backward_elements=moved.backward,
             forward_kernels=moved.forward_kernels,
             backward_kernels=moved.backward_kernels,
-            whole=p.separate and is_separate(v),
+            whole=whole,
         )
 
 
@@ -107,49 +100,32 @@ def _flops(p: Program, step: Step, local: Local, split: Split) -> tuple[int, int
     """Return the FLOPs of (forward, dgrad, wgrad). The gradient of each argument costs as much as the forward pass."""
     v = step.value
     shapes = tuple(a.shape for a in v.args)
-    if isinstance(v.op, Attend):  # a device has its shard of the queries and all keys
+    if v.op.work_kind is WorkKind.ATTENTION:  # a device has its shard of the queries and all keys
         local = step.at(local, split, whole=SEQUENCES)
         shares = split.cp if SEQUENCES & step.axes.keys() else 1
         forward = -(-v.op.flops(v.shape, shapes, local) * local(step.outer) // shares)
         return forward, 2 * forward, 0
     forward = v.op.flops(v.shape, shapes, local) * local(step.outer)
-    if isinstance(v.op, Scan):
+    if v.op.work_kind is WorkKind.SCAN:
         return forward, 2 * forward, 0
     activations = sum(not isinstance(a.op, Weight) and id(a.source) not in p.data for a in v.args)
     return forward, forward * activations, forward * len(step.weights)
 
 
-def _product(step: Step, local: Local, split: Split) -> tuple[int, int, int, int]:
-    """Return (count, m, n, k) of a matrix product or an attention core, as in `Work`; zeros for other work."""
+def _extents(step: Step, local: Local, split: Split) -> tuple[int, int, int, int]:
+    """Return (count, m, n, k) of work that has FLOPs, as in `Work`; zeros for other work."""
     v = step.value
-    match v.op:
-        case Dot(over):
-            x, w = (a.shape for a in v.args)
-            both = [d for d in x if d.name in w and d.name not in over]
-            names = [*over, *(d.name for d in both)]
-            count = local((*step.outer, *both))
-            return count, local(x.without(*names)), local(w.without(*names)), local(x[name] for name in over)
-        case Attend():
-            q, k = v.args[0].shape, v.args[1].shape
-            heads = [d for d in q if d.name in ("batch", "heads")]
-            queries = local(q.without("batch", "heads", "head_dim"))
-            keys = local(k.without("batch", "kv_heads", "head_dim")) * (split.cp if step.gathered(split) else 1)
-            return local(heads), queries, keys, local.of(q["head_dim"])
-        case Scan(along):
-            x, b = v.shape, v.args[3].shape
-            return (
-                local(x.without(along, "head_dim")),
-                local.of(x[along]),
-                local.of(b["state"]),
-                local.of(x["head_dim"]),
-            )
-    return 0, 0, 0, 0
+    if not v.op.work_kind.has_flops:
+        return 0, 0, 0, 0
+    e = v.op.extents(v)
+    keys = split.cp if step.gathered(split) else 1
+    return local((*step.outer, *e.count)), local(e.m), local(e.n) * keys, local(e.k)
 
 
 def _reads(p: Program, step: Step) -> Iterator[Value]:
-    """Yield the distinct tensors that a piece of work reads. From a table it reads as many elements as it writes."""
+    """Yield the distinct tensors that a piece of work reads; for rows of a table, its result, which is as large."""
     v = step.value
-    if isinstance(v.op, Lookup | PositionLookup):
+    if any(reads.rows for reads in step.reads):
         yield v
         return
     seen: set[int] = set()

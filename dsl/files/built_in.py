@@ -9,7 +9,7 @@ from sys import modules
 
 from attrs import has
 
-from megaloom.dsl.value import Op
+from megaloom.dsl.op import Op
 
 from .json_form import BUILT_IN
 

@@ -30,8 +30,9 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph, Model, graph, without_loss
 from megaloom.dsl.layer import Layer
 from megaloom.dsl.node import Node, primitives
+from megaloom.dsl.op import Op
 from megaloom.dsl.ops.weight import INITIAL_STD, Weight
-from megaloom.dsl.value import Op, Value
+from megaloom.dsl.value import Value
 
 # Raise it when the form changes, or when the mathematics of a built-in op or layer changes under an equal name.
 FORM_VERSION = 1

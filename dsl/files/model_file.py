@@ -29,9 +29,10 @@ from megaloom.dsl.errors import ShapeError, UserError
 from megaloom.dsl.graph import Model
 from megaloom.dsl.layer import Layer, held_values
 from megaloom.dsl.low_rank import LoRA
+from megaloom.dsl.op import Op
 from megaloom.dsl.ops.weight import INITIAL_STD
 from megaloom.dsl.transforms.adapters import adapted
-from megaloom.dsl.value import Op, Value
+from megaloom.dsl.value import Value
 
 from .built_in import built_in_kinds, is_built_in
 from .json_file import read_json

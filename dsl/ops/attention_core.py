@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from attrs import frozen
 
 from megaloom.dsl.dims import (
@@ -12,7 +14,9 @@ from megaloom.dsl.dims import (
     Sizes,
 )
 from megaloom.dsl.errors import ShapeError, divisors
-from megaloom.dsl.value import Op, Value
+from megaloom.dsl.op import PLAIN, Decoding, Op, Reads
+from megaloom.dsl.value import Value
+from megaloom.dsl.work_kinds import Extents, WorkKind
 
 
 @frozen
@@ -65,6 +69,7 @@ class Attend(Op):
     sink: bool = False
     relative: RelativeBuckets | None = None
     documents: bool = False
+    work_kind: ClassVar[WorkKind] = WorkKind.ATTENTION
 
     def __attrs_post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not isinstance(self.window, int)):
@@ -114,11 +119,46 @@ class Attend(Op):
         seen = keys if self.window is None else min(keys, self.window)
         return per_key * (2 * keys * seen - seen * seen) // (2 * keys)
 
+    def extents(self, out: Value) -> Extents:
+        q, k = (a.shape for a in out.args[:2])
+        return Extents(
+            tuple(d for d in q if d.name in ("batch", "heads")),
+            tuple(q.without("batch", "heads", "head_dim")),
+            tuple(k.without("batch", "kv_heads", "head_dim")),
+            (q["head_dim"],),
+        )
+
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        """Queries read all keys and values; masks and biases depend on the positions of both."""
+        q, k, *_ = (a.shape for a in out.args)
+        places = self.causal or self.alibi or self.relative is not None or self.documents
+        queries = Reads(offset=frozenset({sequence_dim(q).name} if places else ()), located=True)
+        whole = frozenset({sequence_dim(k).name})
+        keys = Reads(whole, keys=True, heads=("kv_heads", q["heads"].known))
+        indices = (queries, Reads(whole, keys=True)) if self.documents else ()
+        others = len(out.args) - 3 - len(indices)
+        return queries, keys, keys, *(PLAIN for _ in range(others)), *indices
+
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (*out.args, out)
 
     def saved_buffers(self, out: Value) -> tuple[tuple[str, Shape, DType], ...]:
         return (("log-sum-exp", out.shape.without("head_dim"), DType.FLOAT32),)
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        queries, keys = (sequence_dim(a.shape).name for a in out.args[:2])
+        if along not in (queries, keys):
+            return Decoding(refusal="attends to all tokens at once")
+        if queries == keys:  # it is causal: `decoding_graph` refuses others
+            return Decoding(state=True)
+        if queries != along:
+            return Decoding(refusal="reads the written tokens from another sequence")
+        if self.causal or self.alibi or self.relative is not None:
+            return Decoding(refusal="attends by the distance between two sequences")
+        return Decoding(state=True)
+
+    def mixes_documents(self, out: Value) -> bool:
+        return not self.documents
 
 
 def sequence_dim(x: Shape) -> Dim:

@@ -6,9 +6,12 @@ from typing import ClassVar
 
 from attrs import frozen
 
+from megaloom.dsl.base_ops import AlongSequence
 from megaloom.dsl.dims import BATCH, SEQ, Dim, DType, Shape
 from megaloom.dsl.errors import ShapeError, caller
-from megaloom.dsl.value import Op, Value
+from megaloom.dsl.op import ALONE, Decoding
+from megaloom.dsl.value import Value
+from megaloom.dsl.work_kinds import WorkKind
 
 from .weight import Input
 
@@ -19,7 +22,7 @@ class DocumentIndices(Input):
 
 
 @frozen
-class DocumentPositions(Op):
+class DocumentPositions(AlongSequence):
     """The position of each token in its document: document indices [batch seq] to ids [batch seq].
 
     The first token of each document has position `first`.
@@ -27,6 +30,7 @@ class DocumentPositions(Op):
 
     along: str = "seq"
     first: int = 0
+    work_kind: ClassVar[WorkKind] = WorkKind.MEMORY
     arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
@@ -37,6 +41,15 @@ class DocumentPositions(Op):
         if args[0] is not DType.INDEX:
             raise ShapeError(f"{self} needs document indices, an input such as documents()")
         return DType.INDEX
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        return Decoding(position=True) if along == self.along else ALONE  # it writes one document
+
+    def mixes_documents(self, out: Value) -> bool:
+        return False
 
 
 def documents(name: str = "documents", seq: Dim = SEQ) -> Value:

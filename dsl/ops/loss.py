@@ -6,9 +6,13 @@ from typing import ClassVar
 
 from attrs import frozen
 
+from megaloom.dsl.base_ops import Contraction
 from megaloom.dsl.dims import Dim, DType, Shape
 from megaloom.dsl.errors import ShapeError
-from megaloom.dsl.value import Op, Value, apply
+from megaloom.dsl.op import PLAIN, Op, Reads
+from megaloom.dsl.sharding_table import SEQUENCES
+from megaloom.dsl.value import Value, apply
+from megaloom.dsl.work_kinds import WorkKind
 
 SUMS = Dim("sums", 2)
 
@@ -18,7 +22,9 @@ class CrossEntropy(Op):
     """-log softmax(logits)[label], in nats, in fp32: [.. over] and ids [..] to [..]. Arguments: logits, labels."""
 
     over: str = "vocab"
+    work_kind: ClassVar[WorkKind] = WorkKind.CROSS_ENTROPY
     arity: ClassVar[int] = 2
+    ignores_padding: ClassVar[bool] = True
 
     def shape(self, *args: Shape) -> Shape:
         logits, labels = args
@@ -37,6 +43,16 @@ class CrossEntropy(Op):
         super().dtype(args[0])
         return DType.FLOAT32
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        """Devices exchange the largest number, the sum of exponentials, and the label's logit.
+
+        Over a sequence a label is the index of a position, which a shard does not know. Source: megatron-core 0.16.1,
+        tensor_parallel/cross_entropy.py.
+        """
+        if self.over in SEQUENCES:
+            return Reads(frozenset({self.over})), PLAIN
+        return Reads(statistics=(self.over,), exchanges=3), PLAIN
+
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args
 
@@ -46,7 +62,9 @@ class LogSumExp(Op):
     """log(sum(exp(x))) over one dim, in fp32: [.. over] to [..]. It does not overflow."""
 
     over: str
+    work_kind: ClassVar[WorkKind] = WorkKind.MEMORY
     arity: ClassVar[int] = 1
+    ignores_padding: ClassVar[bool] = True
 
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
@@ -57,15 +75,19 @@ class LogSumExp(Op):
         super().dtype(*args)
         return DType.FLOAT32
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        """Devices exchange the largest number and the sum of exponentials."""
+        return (Reads(statistics=(self.over,), exchanges=2),)
+
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (*out.args, out)
 
 
 @frozen
-class Sum(Op):
+class Sum(Contraction):
     """The sum over the dims `over`, in fp32: [.. over] to [..]."""
 
-    over: tuple[str, ...]
+    work_kind: ClassVar[WorkKind] = WorkKind.MEMORY
     arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
@@ -78,12 +100,16 @@ class Sum(Op):
         super().dtype(*args)
         return DType.FLOAT32
 
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
+
 
 @frozen
 class Equals(Op):
     """1 where an id equals `index`, else 0: ids [..] to [..]."""
 
     index: int
+    work_kind: ClassVar[WorkKind] = WorkKind.MEMORY
     arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
@@ -94,6 +120,12 @@ class Equals(Op):
             raise ShapeError(f"{self} needs ids, an input such as labels()")
         return DType.MASK
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (PLAIN,)
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
+
 
 @frozen
 class LossSums(Op):
@@ -103,6 +135,8 @@ class LossSums(Op):
     each loss counts once. Training adds these sums over micro-batches, dp and cp ranks, then divides. So the mean does
     not depend on the layout.
     """
+
+    work_kind: ClassVar[WorkKind] = WorkKind.NONE
 
     def shape(self, *args: Shape) -> Shape:
         losses, *weights = args
@@ -117,8 +151,14 @@ class LossSums(Op):
         super().dtype(*args)
         return DType.FLOAT32
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return tuple(Reads(summed=a.shape.names) for a in out.args)
+
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args[1:]
+
+    def mixes_documents(self, out: Value) -> bool:
+        return False  # the loss is of all documents
 
 
 @frozen
@@ -126,6 +166,7 @@ class StackLosses(Op):
     """The sums of several losses: each [sums=2] to [losses sums=2]. Training minimises sum(coefficient_i * mean_i)."""
 
     coefficients: tuple[float, ...]
+    work_kind: ClassVar[WorkKind] = WorkKind.NONE
 
     def shape(self, *args: Shape) -> Shape:
         for s in args:
@@ -137,6 +178,12 @@ class StackLosses(Op):
 
     def dtype(self, *args: DType) -> DType:
         return DType.FLOAT32
+
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (PLAIN,) * len(out.args)
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
 
 
 def loss_sums(losses: Value, weights: Value | None = None) -> Value:

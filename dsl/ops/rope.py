@@ -7,9 +7,16 @@ from typing import Any, ClassVar
 
 from attrs import field, frozen
 
+from megaloom.dsl.base_ops import COPY
 from megaloom.dsl.dims import Shape
 from megaloom.dsl.errors import ShapeError
-from megaloom.dsl.value import Op
+from megaloom.dsl.op import ALONE, Decoding, Op, Reads
+from megaloom.dsl.value import Value
+from megaloom.dsl.work_kinds import Elements, Traffic, WorkKind
+
+# Passes over rotated channels, as halves: four products, a sum and a difference, and both halves joined. Backward: the
+# gradient of each, a negation, and the sums of two gradients of each half.
+ROPE_PASSES = (9, 10)
 
 
 def int_if_whole(theta: Any) -> Any:
@@ -117,6 +124,7 @@ class Rope(Op):
     channels: int | None = None
     interleaved: bool = False
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    work_kind: ClassVar[WorkKind] = WorkKind.ROTARY
     arity: ClassVar[int] = 1
 
     def __attrs_post_init__(self) -> None:
@@ -133,6 +141,21 @@ class Rope(Op):
         if n > x["head_dim"].known:
             raise ShapeError(f"cannot rotate {n} channels of {x}\nchannels can be up to {x['head_dim'].known}")
         return x
+
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (Reads(offset=frozenset({out.shape.positions("heads", "kv_heads", "head_dim").name})),)
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
+
+    def torch_traffic(self, out: Value, elements: Elements) -> Traffic:
+        n = elements(out)
+        rotated = n * self.rotated_channels(out.shape) // out.shape["head_dim"].known
+        forward, backward = (passes * rotated + COPY * n for passes in ROPE_PASSES)
+        return Traffic(forward, backward, 8, 11)
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        return Decoding(position=True) if along in out.shape else ALONE
 
     def rotated_channels(self, x: Shape) -> int:
         """Return the number of channels of each head that are rotated."""

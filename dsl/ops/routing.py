@@ -9,7 +9,9 @@ from attrs import field, frozen
 
 from megaloom.dsl.dims import Dim, Shape
 from megaloom.dsl.errors import ShapeError, did_you_mean, divisors
-from megaloom.dsl.value import Op, Value
+from megaloom.dsl.op import PLAIN, Op, Reads
+from megaloom.dsl.value import Value
+from megaloom.dsl.work_kinds import WorkKind
 
 SCORES = ("softmax", "sigmoid")
 
@@ -33,6 +35,7 @@ class Gate(Op):
     top_groups: int = field(default=1, kw_only=True)
     best: int = field(default=2, kw_only=True)
     corrected: bool = field(default=False, kw_only=True)
+    work_kind: ClassVar[WorkKind] = WorkKind.GATE
 
     @score.validator
     def _known(self, _: object, score: str) -> None:
@@ -69,6 +72,9 @@ class Gate(Op):
             )
         return scores
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (Reads(frozenset({"experts"})),) * len(out.args)
+
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (out,)
 
@@ -82,6 +88,7 @@ class Route(Op):
     """
 
     top_k: int
+    work_kind: ClassVar[WorkKind] = WorkKind.DISPATCH
     arity: ClassVar[int] = 2
 
     def shape(self, *args: Shape) -> Shape:
@@ -92,6 +99,12 @@ class Route(Op):
         slots = Dim("slots", None, Fraction(self.top_k, experts.known), x.without(channels[0].name).dims)
         return Shape((experts, slots, *channels))
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return PLAIN, PLAIN  # its all-to-all changes the placement of tokens
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
+
 
 @frozen
 class Combine(Op):
@@ -101,11 +114,15 @@ class Combine(Op):
     weights before the experts' last product, which is linear (0.16.1, transformer/moe/experts.py: permuted_probs).
     """
 
+    work_kind: ClassVar[WorkKind] = WorkKind.COMBINE
     arity: ClassVar[int] = 2
 
     def shape(self, *args: Shape) -> Shape:
         y, gate = args
         return Shape((*gate.without("experts"), *y.without("experts", "slots")))
+
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return PLAIN, PLAIN  # its all-to-all changes the placement of tokens
 
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args[1:]

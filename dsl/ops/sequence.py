@@ -6,13 +6,18 @@ from typing import ClassVar
 
 from attrs import frozen
 
+from megaloom.dsl.base_ops import COPY, SUM, AlongSequence
 from megaloom.dsl.dims import DType, Shape, Sizes
 from megaloom.dsl.errors import ShapeError, divisors
-from megaloom.dsl.value import Op, Value
+from megaloom.dsl.op import ALONE, Decoding, Op, Reads
+from megaloom.dsl.value import Value
+from megaloom.dsl.work_kinds import Elements, Extents, Traffic, WorkKind
+
+FROM_STATE = Decoding(state=True)
 
 
 @frozen
-class Conv(Op):
+class Conv(AlongSequence):
     """A causal depthwise convolution along the sequence: [batch seq ..] to [batch seq ..].
 
     Position i reads positions i - width + 1 to i; the last entry of the kernel is the weight of position i itself.
@@ -20,7 +25,9 @@ class Conv(Op):
     """
 
     along: str = "seq"
+    work_kind: ClassVar[WorkKind] = WorkKind.CONVOLUTION
     arity: ClassVar[int] = 2
+    channelwise: ClassVar[bool] = True
 
     def shape(self, *args: Shape) -> Shape:
         x, kernel = args
@@ -38,9 +45,17 @@ class Conv(Op):
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args
 
+    def torch_traffic(self, out: Value, elements: Elements) -> Traffic:
+        n, width = elements(out), out.args[1].shape["width"].known
+        once = COPY * n + SUM * n * (width - 1)
+        return Traffic(once, once + (SUM + 1) * n * width, width, 3 * width)
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        return FROM_STATE if along == self.along else ALONE
+
 
 @frozen
-class Scan(Op):
+class Scan(AlongSequence):
     """The selective scan of Mamba-2: [batch seq heads head_dim] to a tensor of equal shape.
 
     Each head has a state h [head_dim state] that starts at zero. At each position h becomes exp(dt a) h + dt x bᵀ and
@@ -50,7 +65,9 @@ class Scan(Op):
     """
 
     along: str = "seq"
+    work_kind: ClassVar[WorkKind] = WorkKind.SCAN
     arity: ClassVar[int] = 5
+    channelwise: ClassVar[bool] = True
 
     def shape(self, *args: Shape) -> Shape:
         x, dt, a, b, c = args
@@ -70,16 +87,32 @@ class Scan(Op):
         """Return 7 FLOPs per position and element of the state, Megatron-LM's count (num_floating_point_operations)."""
         return 7 * size(out) * args[3]["state"].known
 
+    def extents(self, out: Value) -> Extents:
+        x, b = out.shape, out.args[3].shape
+        return Extents(tuple(x.without(self.along, "head_dim")), (x[self.along],), (b["state"],), (x["head_dim"],))
+
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        heads = out.shape["heads"].known
+        return tuple(
+            Reads(frozenset({self.along}), heads=("groups", heads) if "groups" in a.shape else None) for a in out.args
+        )
+
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (*out.args, out)
 
+    def saved_by_torch(self, out: Value) -> tuple[Value, ...]:
+        return out.args  # it runs again in the backward pass
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        return FROM_STATE if along == self.along else ALONE
+
 
 @frozen
-class Shift(Op):
+class Shift(AlongSequence):
     """The argument shifted by `by`: position i holds what was at i + by, or zero (token 0) past the end."""
 
-    along: str
     by: int
+    work_kind: ClassVar[WorkKind] = WorkKind.MEMORY
     arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
@@ -89,6 +122,14 @@ class Shift(Op):
 
     def dtype(self, *args: DType) -> DType:
         return args[0]
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        if along != self.along:
+            return ALONE
+        return Decoding(refusal="reads later tokens") if self.by > 0 else FROM_STATE
 
 
 @frozen
@@ -100,6 +141,7 @@ class Inside(Op):
 
     along: str
     by: int
+    work_kind: ClassVar[WorkKind] = WorkKind.MEMORY
     arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
@@ -108,3 +150,9 @@ class Inside(Op):
 
     def dtype(self, *args: DType) -> DType:
         return DType.MASK
+
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (Reads(offset=frozenset({self.along})),)
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()

@@ -7,17 +7,22 @@ from typing import ClassVar
 
 from attrs import evolve, frozen
 
+from megaloom.dsl.base_ops import COPY, Rearrangement
 from megaloom.dsl.dims import Dim, DType, Shape
 from megaloom.dsl.errors import ShapeError, divisors
-from megaloom.dsl.value import Op, Value
+from megaloom.dsl.op import ALL_POSITIONS, ALONE, PLAIN, Decoding, Op, Reads
+from megaloom.dsl.sharding_table import SEQUENCES
+from megaloom.dsl.value import Value
+from megaloom.dsl.work_kinds import Elements, Traffic, WorkKind
 
 
 @frozen
-class Select(Op):
+class Select(Rearrangement):
     """One index of a dim: [.. dim] to [..]. Without an index, each copy of a layer in `Each` selects its own."""
 
     dim: str
     index: int | None = None
+    work_kind: ClassVar[WorkKind] = WorkKind.NONE
     arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
@@ -30,13 +35,23 @@ class Select(Op):
     def dtype(self, *args: DType) -> DType:
         return args[0]
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (PLAIN if self.index is None else Reads(frozenset({self.dim})),)
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        return ALL_POSITIONS if along == self.dim else ALONE
+
+    def mixes_documents(self, out: Value) -> bool:
+        return self.dim in SEQUENCES and self.index != 0  # the first position reads the first document only
+
 
 @frozen
-class Rename(Op):
+class Rename(Rearrangement):
     """The argument with one dim renamed: [.. old] to [.. new]."""
 
     old: str
     new: str
+    work_kind: ClassVar[WorkKind] = WorkKind.NONE
     arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
@@ -47,9 +62,15 @@ class Rename(Op):
     def dtype(self, *args: DType) -> DType:
         return args[0]
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (Reads(renamed=(self.old, self.new)),)
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        return ALL_POSITIONS if along == self.old else ALONE
+
 
 @frozen
-class Slice(Op):
+class Slice(Rearrangement):
     """The indices start, …, stop - 1 of a dim: [.. dim] to a shorter [.. dim].
 
     Raises ShapeError for indices outside the dim, and for a dim whose size only the workload gives.
@@ -58,6 +79,7 @@ class Slice(Op):
     dim: str
     start: int
     stop: int
+    work_kind: ClassVar[WorkKind] = WorkKind.NONE
     arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
@@ -72,9 +94,12 @@ class Slice(Op):
     def dtype(self, *args: DType) -> DType:
         return args[0]
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (Reads(frozenset({self.dim})),)
+
 
 @frozen
-class Concat(Op):
+class Concat(Rearrangement):
     """The arguments concatenated along a dim: [.. over=m], [.. over=n] to [.. over=m+n].
 
     An argument is broadcast over the other dims that it lacks.
@@ -94,9 +119,16 @@ class Concat(Op):
                     raise ShapeError(f"cannot concatenate {s} and {big} along {self.over}: only one has {d}")
         return Shape(tuple(evolve(d, size=size) if d.name == self.over else d for d in big))
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (Reads(frozenset({self.over})),) * len(out.args)
+
+    def torch_traffic(self, out: Value, elements: Elements) -> Traffic:
+        n = elements(out)
+        return Traffic(sum(map(elements, out.args)) + n, COPY * n, 1, len(out.args))
+
 
 @frozen
-class Patches(Op):
+class Patches(Rearrangement):
     """Images [batch channels height width] as patches of `size` by `size` pixels: [batch patches pixels].
 
     Patches are in row-major order; the pixels of a patch are in the order channels, height, width.
@@ -115,6 +147,9 @@ class Patches(Op):
         pixels = x["channels"].known * self.size**2
         return Shape((x["batch"], Dim("patches", h // self.size * (w // self.size)), Dim("pixels", pixels)))
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        return (Reads(frozenset({"channels", "height", "width"})),)
+
 
 @frozen
 class MaskedScatter(Op):
@@ -124,6 +159,7 @@ class MaskedScatter(Op):
     """
 
     token: int
+    work_kind: ClassVar[WorkKind] = WorkKind.MEMORY
     arity: ClassVar[int] = 3
 
     def shape(self, *args: Shape) -> Shape:
@@ -139,8 +175,15 @@ class MaskedScatter(Op):
             raise ShapeError("MaskedScatter's third argument must be token ids, an input such as ids()")
         return super().dtype(*args[:2])
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        """The index of a vector is the number of positions of the token before it."""
+        return Reads(offset=SEQUENCES), Reads(SEQUENCES), Reads(SEQUENCES)
+
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (out.args[2],)
+
+    def mixes_documents(self, out: Value) -> bool:
+        return False
 
 
 def _known_size(d: Dim, action: str) -> int:

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
+from megaloom.dsl.base_ops import Leaf, TableLookup
 from megaloom.dsl.dims import (
     BATCH,
     SEQ,
@@ -15,13 +16,14 @@ from megaloom.dsl.dims import (
 )
 from megaloom.dsl.errors import ShapeError, caller
 from megaloom.dsl.field_types import check_fields
-from megaloom.dsl.value import Op, Value
+from megaloom.dsl.op import PLAIN, Reads
+from megaloom.dsl.value import Value
 
 INITIAL_STD = 0.02  # of weights, in models that set no other (GPT-2, and most models since)
 
 
 @frozen
-class Input(Op):
+class Input(Leaf):
     """A tensor that the data provides, under a name that is unique in the model. It has no gradient."""
 
     name: str
@@ -31,7 +33,7 @@ class Input(Op):
 
 
 @frozen
-class Weight(Op):
+class Weight(Leaf):
     """A parameter, initialised from a normal distribution with this mean and standard deviation.
 
     std: None is the standard deviation of the model that has the weight (see `model`). uniform: the distribution is
@@ -51,14 +53,14 @@ class Weight(Op):
 
 
 @frozen
-class Lookup(Op):
+class Lookup(TableLookup):
     """The rows of a table that token ids select: [..] and [key ..] to [.. ..]. Arguments: token ids, table.
 
     It has no FLOPs. Raises ShapeError if the first argument does not hold token ids.
     """
 
-    key: str
     arity: ClassVar[int] = 2
+    ignores_padding: ClassVar[bool] = True
 
     def shape(self, *args: Shape) -> Shape:
         indices, table = args
@@ -70,19 +72,22 @@ class Lookup(Op):
             raise ShapeError("a table is looked up by token ids; the first argument must be an input such as ids()")
         return super().dtype(*args[1:])
 
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        """A shard of the table gives the rows that it has, and zeros."""
+        return PLAIN, Reads(summed=(self.key,), rows=True)
+
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (out.args[0],)
 
 
 @frozen
-class PositionLookup(Op):
+class PositionLookup(TableLookup):
     """Row `offset + i` of a table for each position i: [batch seq ..] and [key ..] to [seq ..].
 
     Arguments: x, of which only the shape matters, and the table. x must have one dim besides batch, embed, and the
     dims of the table.
     """
 
-    key: str
     offset: int = 0
     arity: ClassVar[int] = 2
 
@@ -95,6 +100,13 @@ class PositionLookup(Op):
 
     def dtype(self, *args: DType) -> DType:
         return super().dtype(*args[1:])
+
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        """Of x the shape alone."""
+        return Reads(offset=frozenset({out.shape.dims[0].name}), rows=True), Reads(rows=True)
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
 
 
 def ids(name: str = "tokens", seq: Dim = SEQ) -> Value:

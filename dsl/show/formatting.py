@@ -11,6 +11,7 @@ from megaloom.dsl.dims import Dim
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.layer import Layer
 from megaloom.dsl.node import Node
+from megaloom.dsl.op import Op
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.norm import Normalize
@@ -18,7 +19,7 @@ from megaloom.dsl.ops.routing import Route
 from megaloom.dsl.ops.sequence import Scan
 from megaloom.dsl.ops.shape import Patches
 from megaloom.dsl.ops.weight import Input, Lookup, PositionLookup
-from megaloom.dsl.value import Op, Value
+from megaloom.dsl.value import Value
 
 COUNTS = (" k", " M", " B", " T", " P", " E")
 OPERATIONS = (" k", " M", " G", " T", " P", " E")

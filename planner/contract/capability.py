@@ -13,10 +13,11 @@ from math import prod
 
 from attrs import frozen
 
-from megaloom.dsl import Attend, Conv, Node, Op, Scan, Sizes, Split, Value
+from megaloom.dsl import Attend, Node, Op, Sizes, Split, Value
 from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import fitted, program
 from megaloom.dsl.facts.work import Work
+from megaloom.dsl.work_kinds import WorkKind
 
 from .choices import MICROBATCH_OVERLAPS, OverlapSet
 from .module_kinds import runs_as_module
@@ -134,7 +135,7 @@ class Execution:
 
     def body_cores(self, facts: Costs) -> dict[Work, Core]:
         """Return the work of the cores whose kernel only bodies use."""
-        works = (w for w in facts.work if w.kind in ("attend", "scan", "conv"))
+        works = (w for w in facts.work if w.kind.is_core)
         return {w: core for w, core in zip(works, self.cores, strict=True) if core.kernel in BODY_KERNELS}
 
     @property
@@ -167,7 +168,7 @@ class Capability:
         """Return how the runtime runs a node whose tensors are sharded by this split."""
         module = self.all_modules or runs_as_module(node, split)
         grouped = module and self._groups_experts(node, split, precision)
-        values = (step.value for step in program(node).steps if isinstance(step.value.op, Attend | Scan | Conv))
+        values = (step.value for step in program(node).steps if step.value.op.work_kind.is_core)
         return Execution(
             module=module,
             cores=tuple(Core(v, self._kernel(v, module)) for v in values),
@@ -177,9 +178,12 @@ class Capability:
 
     def _kernel(self, v: Value, module: bool) -> CoreKernel:
         """Return the kernel of one attention core, scan or convolution."""
-        if isinstance(v.op, Scan):
-            return self.scan
-        return self.convolution if isinstance(v.op, Conv) else self._attention(v, module)
+        match v.op.work_kind:
+            case WorkKind.SCAN:
+                return self.scan
+            case WorkKind.CONVOLUTION:
+                return self.convolution
+        return self._attention(v, module)
 
     def _attention(self, v: Value, module: bool) -> AttentionKernel:
         """Return the kernel of one attention core."""

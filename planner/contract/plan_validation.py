@@ -105,10 +105,8 @@ def _validate_speed(plan: Plan) -> None:
     flops, mfu, step = predicted.flops_per_second_per_device, predicted.mfu, predicted.step_seconds
     if predicted.bubble > 1:
         _refuse("predicted.bubble", f"must be a share of the step, at most 1, got {predicted.bubble:g}")
-    if mfu is not None and mfu > 1:
+    if mfu > 1:
         _refuse("predicted.mfu", f"must be a share of the device's peak, at most 1, got {mfu:g}")
-    if (flops is None) is not (mfu is None):
-        _refuse("predicted.mfu", "must be null where flops_per_second_per_device is null, and only there")
     due = w.tokens / step / plan.cluster.count
     if not isclose(got := predicted.tokens_per_second_per_device, due, rel_tol=ROUNDING_ERROR):
         what = f"must be seq x batch / step_seconds / devices = {due:g}, got {got:g}"
@@ -116,5 +114,5 @@ def _validate_speed(plan: Plan) -> None:
     peak = device.flops.get(w.precision)
     if peak is None:
         _refuse("cluster.device.flops", f"must have the workload's precision, {w.precision}")
-    if flops is not None and mfu is not None and not isclose(mfu, flops / peak, rel_tol=ROUNDING_ERROR):
+    if not isclose(mfu, flops / peak, rel_tol=ROUNDING_ERROR):
         _refuse("predicted.mfu", f"must be flops_per_second_per_device / {peak:g} = {flops / peak:g}, got {mfu:g}")

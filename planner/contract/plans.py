@@ -42,8 +42,8 @@ class Prediction:
     step_seconds: float  # seconds of one optimizer step
     interval: tuple[float, float]  # seconds between which nine of ten measured steps lie
     tokens_per_second_per_device: float  # tokens of the batch by second and device
-    flops_per_second_per_device: float | None  # model FLOPs: no recompute, causal attention counted half; null: unknown
-    mfu: float | None  # model FLOPs per second as a share of the device's peak; null where they are unknown
+    flops_per_second_per_device: float  # model FLOPs: no recompute, causal attention counted half
+    mfu: float  # model FLOPs per second as a share of the device's peak; null where they are unknown
     bubble: float  # share of the step in which the slowest pipeline rank waits, "pipeline bubble" of the breakdown
     breakdown: dict[str, float]  # seconds by cause
     nbytes: tuple[dict[str, int], ...]  # peak memory of each pipeline rank, by holder
@@ -76,8 +76,8 @@ class Speed:
     """Speed of a step, on each device."""
 
     tokens_per_second: float
-    flops_per_second: float | None  # model FLOPs: no recompute, causal attention counted half; None: unknown
-    mfu: float | None
+    flops_per_second: float  # model FLOPs: no recompute, causal attention counted half
+    mfu: float
 
 
 def speed_of(plan: Plan, seconds: float, batch: int | None = None) -> Speed:
@@ -87,9 +87,8 @@ def speed_of(plan: Plan, seconds: float, batch: int | None = None) -> Speed:
     """
     predicted = plan.predicted
     factor = predicted.step_seconds / seconds * (batch or plan.workload.batch) / plan.workload.batch
-    known = (predicted.flops_per_second_per_device, predicted.mfu)
-    flops, mfu = (None if value is None else value * factor for value in known)
-    return Speed(predicted.tokens_per_second_per_device * factor, flops, mfu)
+    rates = (predicted.tokens_per_second_per_device, predicted.flops_per_second_per_device, predicted.mfu)
+    return Speed(*(rate * factor for rate in rates))
 
 
 def plan_command(plan: Plan) -> str:

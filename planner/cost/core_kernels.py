@@ -15,6 +15,7 @@ from megaloom.dsl.dims import NBYTES, DType
 from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner.contract.attention_blocks import block_scores
 from megaloom.planner.contract.capability import (
     SCAN_CHUNK,
@@ -203,7 +204,7 @@ def transient_bytes(facts: Costs, execution: Execution, precision: Precision, cp
 
 def _stacked_bytes(facts: Costs, precision: Precision) -> int:
     """Return the bytes of the largest stack of expert weights: of all products that read the tokens, or of the last."""
-    weights = [w.count * w.k * w.n for w in facts.work if w.experts and w.kind == "dot"]
+    weights = [w.count * w.k * w.n for w in facts.work if w.experts and w.kind is WorkKind.PRODUCT]
     return precision.nbytes * max(sum(weights[:-1]), weights[-1])
 
 

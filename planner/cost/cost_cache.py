@@ -14,22 +14,13 @@ from typing import Any
 import numpy as np
 from attrs import define, evolve, field, fields, frozen
 
-from megaloom.dsl.dims import Shape, Sizes
+from megaloom.dsl.dims import Sizes
 from megaloom.dsl.facts.costs import Costs, costs
-from megaloom.dsl.facts.primitives import Program, program
+from megaloom.dsl.facts.primitives import Program, Step, program
 from megaloom.dsl.node import Node
-from megaloom.dsl.ops.dot import Dot
-from megaloom.dsl.ops.norm import Drop, Normalize
-from megaloom.dsl.ops.routing import Combine, Gate, Route
 from megaloom.dsl.ops.shape import Select
-from megaloom.dsl.ops.weight import Input, Lookup, Weight
+from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import SEQUENCES, Split
-from megaloom.dsl.value import (
-    Affine,
-    Clamp,
-    Op,
-    Pointwise,
-)
 from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.choices import GradReduce, Overlap, OverlapSet
 from megaloom.planner.contract.devices import Cluster
@@ -59,7 +50,6 @@ NODE_COST_FIELDS = (
 )
 NODE_COSTS_OF = attrgetter(*NODE_COST_FIELDS)
 # Ops that may treat each token by itself.
-TOKENWISE = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Select, Pointwise, Route, Weight)
 COUNTED = ("work", "collectives", "saved", "inputs")  # the fields of `Costs` that depend on the tokens
 
 
@@ -264,14 +254,14 @@ def sensitivity(node: Node) -> Sensitivity:
     p = program(node)
     dims = [d for step in p.steps for v in (step.value, *step.value.args) for d in (*step.outer, *v.shape)]
     experts = any(step.table.axis(d) == "ep" for step in p.steps for d in (*step.outer, *step.value.shape))
-    tokenwise = all(_tokenwise(step.value.op, step.value.shape) for step in p.steps) and _has_tokens(p)
+    tokenwise = all(map(_tokenwise, p.steps)) and _has_tokens(p)
     return Sensitivity(experts, tokenwise, lcm(*(d.share.denominator for d in dims)))
 
 
-def _tokenwise(op: Op, shape: Shape) -> bool:
+def _tokenwise(step: Step) -> bool:
     """Return True if an op treats each token by itself."""
-    over = op.over if isinstance(op, Normalize) else (op.dim,) if isinstance(op, Select) else ()
-    return isinstance(op, TOKENWISE) and not SEQUENCES & set(over) and "source" not in shape
+    mixes = any(SEQUENCES & (reads.mixed | reads.offset) for reads in step.reads)
+    return not mixes and "source" not in step.value.shape
 
 
 def _has_tokens(p: Program) -> bool:

@@ -20,6 +20,7 @@ from megaloom.dsl.facts.primitives import output_elements, program
 from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.ops.routing import Route
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.choices import Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
@@ -214,7 +215,7 @@ def cross_entropy_costs(job: Job, kind: NodeKind, layout: Layout, seq: int) -> R
     row = np.zeros(len(CostColumn))
     sizes = Sizes(batch=layout.micro_batch, seq=seq)
     logits = program(kind.node).local_elements(kind.node.shape, (), sizes, layout.split)
-    work = Work("cross_entropy", kind.node.name, 0, 0, 0, elements=logits)
+    work = Work(WorkKind.LOGITS_LOSS, kind.node.name, 0, 0, 0, elements=logits)
     took = kernels.kernel_seconds(work, job.cluster.device, job.workload.precision, job.profile)
     part = (NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp), communication.process_group("tp", layout))
     exchanged = 3 * communication.collective_seconds("all_reduce", job.cluster, part)
@@ -257,7 +258,7 @@ def _add_kernels(
         launch_forward, launch_backward = took.forward_kernels * one, took.backward_kernels * one
         apart, alone = apart - took.fused_gradients, alone + took.fused_gradients * (work.count == 1)
         wait_forward = wait_backward = 0.0
-        if work.kind == "route" and device.units > 1:
+        if work.kind is WorkKind.DISPATCH and device.units > 1:
             experts = kernels.expert_launch_seconds(facts.work, profile, execution.grouped_experts)
             wait_forward = profile.experts.dispatch_seconds + experts
             wait_backward = wait_forward + experts
@@ -284,7 +285,7 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
         "tp": profile.overlap.tensor_hidden * layout.has_overlap(Overlap.TENSOR),
         "ep": profile.overlap.experts_hidden * layout.has_overlap(Overlap.EXPERTS) * (1 - job.sm_share),
     }
-    attention = [w for w in facts.work if w.kind == "attend"]
+    attention = [w for w in facts.work if w.kind is WorkKind.ATTENTION]
     for c in facts.collectives:
         nbytes, group = c.elements * precision.nbytes, communication.process_group(c.axis, layout)
         if c.axis == "cp" and attention:

@@ -8,10 +8,10 @@ from attrs import evolve, frozen
 
 from megaloom.dsl import MoE
 from megaloom.dsl.facts.costs import costs
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner.contract.capability import AttentionKernel, Capability, assumed_environment, capability
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.workload import Runtime, Workload
-from megaloom.planner.model.own_ops import own_ops
 from megaloom.planner.model.structure import ModelStructure
 
 from .intervals import interval, run_class
@@ -53,13 +53,8 @@ class Job:
         return self.profile is OWN and any(op.balance and op.balance_over == "batch" for op in mixtures)
 
     @cached_property
-    def flops(self) -> int | None:
-        """Return the FLOPs of a step without recompute, None where those of an op are not known.
-
-        Causal attention counts half.
-        """
-        if own_ops(self.structure.graph):
-            return None
+    def flops(self) -> int:
+        """Return the FLOPs of a step without recompute. Causal attention counts half."""
         batch, seq = self.workload.batch, self.workload.seq
         work = [w for n in self.structure.graph.nodes for w in costs(n, batch=batch, seq=seq).work]
         return sum(w.flops + w.dgrad + w.wgrad for w in work)
@@ -85,5 +80,5 @@ class Job:
     def spread(self) -> tuple[float, float]:
         """Return the 90 % interval of the step time as factors of the prediction."""
         work = [w for kind in self.structure.kinds for w in costs(kind.node, batch=1, seq=self.workload.seq).work]
-        routed = any(w.kind == "route" for w in work)
+        routed = any(w.kind is WorkKind.DISPATCH for w in work)
         return interval(1.0, run_class(routed, self.workload.precision, self.cluster.device))

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.value import Fusion
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner.contract.choices import GradReduce
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.workload import Precision
@@ -117,30 +118,30 @@ def kernel_seconds(
     inside: the work is in a block, where products may have fewer than 16 bits. stored_scores: attention is not one
     fused kernel, but products and a softmax over all scores, which are saved. priced: its seconds without launches,
     if known. grad_reduce: the format of main gradients. A CPU process launches its own kernels, and a blocking
-    framework waits for each, so that launches add. The elements of a `cross_entropy`, which is no work of a node, are
+    framework waits for each, so that launches add. The elements of a loss of logits, which is no work of a node, are
     its logits.
     """
     traffic = work.elements * precision.nbytes / device.moves
     if priced is not None:
         took = priced
-    elif work.kind == "dot":
+    elif work.kind is WorkKind.PRODUCT:
         took = _product(work, device, precision if inside else precision.wide, profile, traffic, grad_reduce)
-    elif work.kind == "attend" and stored_scores:
+    elif work.kind is WorkKind.ATTENTION and stored_scores:
         took = _unfused_attention(work, device, precision, traffic)
-    elif work.kind == "attend":
+    elif work.kind is WorkKind.ATTENTION:
         keys = min(work.m, work.n) if profile.attention.context_communication is ContextCommunication.P2P else work.n
         channels = min(1.0, work.k / (work.k + HEAD) / (128 / (128 + HEAD)))
         peak = device.flops[precision.wide] * device.sustained
         reached = peak * device.attend_efficiency * (keys / (keys + HALF) * channels)
         backward = max(ATTEND_BACKWARD * work.flops / reached, BACKWARD_TRAFFIC * traffic)
         took = KernelSeconds(max(work.flops / reached, traffic), backward, 1, 1)
-    elif work.kind == "scan" and Precision.FP32 in device.flops:
+    elif work.kind is WorkKind.SCAN and Precision.FP32 in device.flops:
         busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
         took = KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
-    elif work.kind == "cross_entropy" and device.units > 1:
+    elif work.kind is WorkKind.LOGITS_LOSS and device.units > 1:
         half = profile.kernels.loss_moved_nbytes * work.elements / 2 / device.moves
         took = KernelSeconds(half, half, 0, 0)
-    elif work.kind == "cross_entropy":
+    elif work.kind is WorkKind.LOGITS_LOSS:
         forward, backward = CPU_LOSS_NBYTES[precision.nbytes < Precision.FP32.nbytes]
         each = work.elements / device.moves
         took = KernelSeconds(forward * each, backward * each, *CPU_LOSS_KERNELS)
@@ -239,4 +240,5 @@ def expert_launch_seconds(works: Iterable[Work], profile: FrameworkProfile, grou
     """
     experts = profile.experts
     each = experts.grouped_launch_seconds if grouped else None
-    return max(w.count for w in works if w.kind == "dot") * (experts.launch_seconds if each is None else each)
+    most = max(w.count for w in works if w.kind is WorkKind.PRODUCT)
+    return most * (experts.launch_seconds if each is None else each)

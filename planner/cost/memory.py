@@ -20,6 +20,7 @@ from megaloom.dsl.facts.saved import AttentionTensor, Saved
 from megaloom.dsl.node import primitives
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
@@ -246,7 +247,7 @@ def saved_activations(
             nbytes = (s.eager_tensors + s.experts) * tensor_bytes(s, precision)
             yield CostColumn.SAVED, kind.saved.recomputed_by(s), nbytes
     if execution.stores_scores:
-        for w in (w for w in facts.work if w.kind == "attend"):
+        for w in (w for w in facts.work if w.kind is WorkKind.ATTENTION):
             yield CostColumn.SAVED, w.recomputed_by, profile.attention.score_nbytes * w.count * w.m * w.n
     attention = dict.fromkeys(get_args(AttentionTensor), 0)
     for s in facts.saved:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megaloom.dsl.facts.work import Work
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner.contract.devices import Cluster, Link
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication, kernels
@@ -51,10 +52,10 @@ class Sample:
         """The matrix product or causal attention as the facts count it."""
         if self.kind == "product":
             m, n, k = self.shape
-            return _work("dot", 2 * m * n * k, m * k + k * n + m * n, 1, m, n, k)
+            return _work(WorkKind.PRODUCT, 2 * m * n * k, m * k + k * n + m * n, 1, m, n, k)
         heads, tokens, channels = self.shape
         flops = 2 * heads * tokens * tokens * channels  # two products, half of each
-        return _work("attend", flops, 4 * heads * tokens * channels, heads, tokens, tokens, channels)
+        return _work(WorkKind.ATTENTION, flops, 4 * heads * tokens * channels, heads, tokens, tokens, channels)
 
     @property
     def amount(self) -> float:
@@ -68,7 +69,7 @@ class Sample:
         )
 
 
-def _work(kind: str, flops: int, elements: int, count: int, m: int, n: int, k: int) -> Work:
+def _work(kind: WorkKind, flops: int, elements: int, count: int, m: int, n: int, k: int) -> Work:
     return Work(kind=kind, path="", flops=flops, dgrad=0, wgrad=0, elements=elements, count=count, m=m, n=n, k=k)
 
 

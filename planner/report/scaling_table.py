@@ -12,7 +12,6 @@ from megaloom.planner.simulate.price import Priced
 
 from .folded_table import text_table
 from .goodput import MANY_DEVICES, goodput
-from .units import share_text
 
 BAR_WIDTH = 24  # characters of the longest bar
 BAR_TITLE = "speed"
@@ -40,7 +39,7 @@ def scaling_table(points: Sequence[ScalingPoint], params: int) -> Table:
             f"{prediction.step_seconds:.3g}",
             f"{each * point.cluster.count:,.0f}",
             f"{each:,.0f}",
-            share_text(prediction.mfu),
+            f"{prediction.mfu:.1%}",
             f"{max(point.best.partition.peaks) / GiB:.1f}",
             *(_lasting(point.cluster, point.best, params) if many else ()),
             "#" * round(BAR_WIDTH * each / most),

@@ -17,7 +17,7 @@ from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.search.reasons import difference_text
 
 from .folded_table import text_table
-from .units import UNKNOWN, Unit, format_count, memory_unit, peak_memory, share_text, time_unit
+from .units import Unit, format_count, memory_unit, peak_memory, time_unit
 
 if TYPE_CHECKING:
     from megaloom.planner.search.search import Found
@@ -87,7 +87,7 @@ def _prediction_cells(plan: Plan, size: Unit, time: Unit) -> dict[str, str]:
         f"{time.name}/step (90% interval)": f"{time.of(p.step_seconds)} ({_interval(p.interval, time)})",
         "tok/s/GPU": f"{p.tokens_per_second_per_device:,.0f}",
         "TFLOP/s/GPU": _tflops(p.flops_per_second_per_device),
-        "MFU": share_text(p.mfu),
+        "MFU": f"{p.mfu:.1%}",
         "memory": f"{size.of(peak_memory(plan))} of {size.of(plan.cluster.device.nbytes)} {size.name}",
         "bubble": f"{p.bubble:.1%}",
         "exposed comm": f"{exposed_communication(p):.1%}",
@@ -158,7 +158,7 @@ def _next_best_cells(best: Plan, plan: Plan, with_overlap: bool) -> dict[str, st
         "dist-opt": _on_off(x.distributed_optimizer),
         **({"overlap": active_overlaps(x)} if with_overlap else {}),
         f"{time.name}/step": time.of(p.step_seconds),
-        "MFU": share_text(p.mfu),
+        "MFU": f"{p.mfu:.1%}",
         size.name: size.of(peak_memory(plan)),
         "difference": difference_text(best.predicted, p),
     }
@@ -213,9 +213,7 @@ def _on_off(on: bool) -> str:
     return "on" if on else "off"
 
 
-def _tflops(flops: float | None) -> str:
-    if flops is None:
-        return UNKNOWN
+def _tflops(flops: float) -> str:
     return f"{flops / 1e12:,.0f}" if flops >= 1e13 else f"{flops / 1e12:.3g}"
 
 

@@ -97,7 +97,7 @@ def _predicted(p: Prediction) -> dict[str, Any]:
         "memory_gib": peak_nbytes(p) / GiB,
         "memory_gib_high": max(map(upper_bytes, p.nbytes)) / GiB,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_device,
-        "tflops_per_gpu": None if p.flops_per_second_per_device is None else p.flops_per_second_per_device / 1e12,
+        "tflops_per_gpu": p.flops_per_second_per_device / 1e12,
         "mfu": p.mfu,
         "bubble": p.bubble,
         "exposed_communication": exposed_communication(p),

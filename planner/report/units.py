@@ -11,8 +11,6 @@ from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.search import reasons
 
-UNKNOWN = "-"  # a figure that is not known
-
 
 @frozen
 class Unit:
@@ -46,11 +44,6 @@ def memory_unit(plan: Plan) -> Unit:
 def time_unit(plan: Plan) -> Unit:
     """Return the unit for the step time of a plan: seconds, or milliseconds below 1 s."""
     return Unit("s", 1.0, 3) if plan.predicted.step_seconds >= 1 else Unit("ms", 1e-3, 2)
-
-
-def share_text(share: float | None) -> str:
-    """Return a share in percent; UNKNOWN if it is None."""
-    return UNKNOWN if share is None else f"{share:.1%}"
 
 
 def format_count(count: int) -> str:

@@ -6,7 +6,6 @@ from math import lcm
 
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.model.own_ops import own_ops
 from megaloom.planner.model.sequence_pairs import sequence_pair
 
 from .divisors import divisors, nearest
@@ -18,8 +17,6 @@ from .rule import (
     Truth,
     Words,
 )
-
-SHARDING_AXES = ("tp", "cp", "ep", "etp")  # the axes that shard tensors
 
 
 def least_devices(layout: Layout) -> int:
@@ -131,22 +128,6 @@ def _stages_text(case: Case[Layout]) -> Words:
     return message, f"use vpp {most // x.pp}" if x.pp <= most else f"use pp {most} with vpp 1"
 
 
-def _own_ops(case: Case[L]) -> Truth:
-    x = case.layout
-    holds: Truth = (x.tp * x.cp * x.ep * x.etp == 1) | (not own_ops(case.graph))
-    return holds
-
-
-def _own_ops_text(case: Case[Layout]) -> Words:
-    op = own_ops(case.graph)[0]
-    axes = " ".join(f"{name} {n}" for name in SHARDING_AXES if (n := getattr(case.layout, name)) > 1)
-    return (
-        f"{op.name} of {op.node} is not a built-in op, so the dims that it reads along are not known and {axes} cannot "
-        "shard them; a layer that is composed of built-in ops has no such limit",
-        f"use {' '.join(f'--{name} 1' for name in SHARDING_AXES)}, or compose the layer of built-in ops",
-    )
-
-
 def _sequence_pairs(case: Case[L]) -> Truth:
     x = case.layout
     holds: Truth = ((x.cp == 1) & ((x.tp == 1) | (x.sequence_parallel == 0))) | (sequence_pair(case.graph) is None)
@@ -235,15 +216,6 @@ MESH_RULES = (
         source="megatron-core accepts stages without a layer, whose devices compute nothing",
         holds=_stages,
         explain=_stages_text,
-    ),
-    Rule(
-        id="own-ops",
-        sentence="A model with an op that is not built in has tp, cp, ep and etp 1.",
-        fix="compose the layer of built-in ops, or use dp and pp alone",
-        owner=Owner.PLANNER,
-        source="an op does not say along which dims it reads: sharded over one of them, it would compute other numbers",
-        holds=_own_ops,
-        explain=_own_ops_text,
     ),
     Rule(
         id="sequence-pairs",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaloom.dsl import CrossEntropy, Dim, Dot, Drop, Input, LogSumExp, Lookup, Node, Split, Sum, Weight
+from megaloom.dsl import Dim, Node, Split
 from megaloom.dsl.facts.primitives import Step, fitted, program
 from megaloom.dsl.sharding_table import SHARED_BY_HEADS
 
@@ -17,11 +17,10 @@ from .rule import Words
 def padding_refusal(node: Node, split: Split) -> Words | None:
     """Return the message and the fix for the first op that the runtime cannot compute over a padded dim, or None.
 
-    Products, lookups, dropout, elementwise ops and losses are correct with padding: sums leave it out.
+    An op states with `padding` that it is correct.
     """
     for step in fitted(program(node), split, SHARED_BY_HEADS).steps:
-        op = step.value.op
-        if isinstance(op, Weight | Input | Dot | Lookup | Drop | CrossEntropy | LogSumExp | Sum) or op.elementwise:
+        if step.value.op.ignores_padding:
             continue
         for d in _padded_dims(step, split):
             axis, chosen = step.axes[d.name], step.table.dims[d.name].multiple is None

@@ -15,7 +15,6 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Prediction
 from megaloom.planner.cost.measured_memory import held_bytes
 from megaloom.planner.cost.memory import Peak
-from megaloom.planner.model.own_ops import own_ops
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.simulate.price import Priced
@@ -53,11 +52,6 @@ def best_reasons(
     `quickest` may be another layout than `best`, equally fast and less simple.
     """
     reasons = [_wins(best, quickest, others, legal), _limits(best), _memory(best, cluster)]
-    reasons += [
-        f"The FLOPs of {op.name} ({op.node}) are not known, for it is not a built-in op: the step's time has only what "
-        "it reads and writes, and MFU is not given."
-        for op in own_ops(best.partition.problem.job.structure.graph)
-    ]
     rivals = sorted((r for r in rivals if r.priced.seconds > best.seconds), key=lambda r: r.priced.seconds)
     reasons += [
         f"{rival.change} it is {difference_text(best.prediction, rival.priced.prediction)}."
@@ -80,8 +74,7 @@ def other_reasons(plan: Priced, best: Priced) -> tuple[str, ...]:
 
 
 def _wins(best: Priced, quickest: Priced, others: Sequence[Priced], legal: int) -> str:
-    mfu = "" if best.prediction.mfu is None else f", {best.prediction.mfu:.1%} MFU"
-    took = f"The plan ({best.layout}) takes {format_seconds(best.seconds)} a step{mfu}"
+    took = f"The plan ({best.layout}) takes {format_seconds(best.seconds)} a step, {best.prediction.mfu:.1%} MFU"
     if not others:
         return f"{took}: the only one of {legal:,} legal layouts that fits the memory."
     least = f", the fastest of {legal:,} legal layouts"

@@ -154,13 +154,13 @@ def simulate(placed: Partition) -> Priced:
         "load of experts": counting,
     }
     step, (low, high) = sum(parts.values()), job.spread
-    flops = None if job.flops is None else job.flops / step / x.world
+    flops = job.flops / step / x.world
     prediction = Prediction(
         step_seconds=step,
         interval=(low * step, high * step),
         tokens_per_second_per_device=job.workload.tokens / step / x.world,
         flops_per_second_per_device=flops,
-        mfu=None if flops is None else flops / job.cluster.device.flops[job.workload.precision],
+        mfu=flops / job.cluster.device.flops[job.workload.precision],
         bubble=parts["pipeline bubble"] / step,
         breakdown={cause: part for cause, part in parts.items() if part},
         nbytes=tuple(peak.held for peak in peaks),

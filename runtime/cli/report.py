@@ -58,12 +58,13 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
                 f"tokens/s/{each}",
                 f"{speed.tokens_per_second:,.0f} (predicted {predicted.tokens_per_second_per_device:,.0f})",
             ),
+            (
+                f"TFLOP/s/{each}",
+                f"{tflops_text(speed.flops_per_second)} "
+                f"(predicted {tflops_text(predicted.flops_per_second_per_device)})",
+            ),
+            ("MFU", f"{mfu_text(speed.mfu)} (predicted {predicted.mfu:.1%})"),
         ]
-        if speed.flops_per_second is not None and predicted.flops_per_second_per_device is not None:
-            expected = tflops_text(predicted.flops_per_second_per_device)
-            rows.append((f"TFLOP/s/{each}", f"{tflops_text(speed.flops_per_second)} (predicted {expected})"))
-        if speed.mfu is not None:
-            rows.append(("MFU", f"{mfu_text(speed.mfu)} (predicted {predicted.mfu:.1%})"))
         rows += _training_loss(summary, summary.train_loss)
     for name, result in (("held-out", summary.held_out), ("test", summary.test)):
         if result:

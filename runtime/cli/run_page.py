@@ -63,7 +63,7 @@ def _tiles(plan: Plan, events: Sequence[Event], steps: Sequence[Event]) -> str:
     if "mfu" in last:
         recent = steps[-20:]
         figures[f"tokens/s/{device_word(plan)}"] = f"{_mean(recent, 'tokens_per_second_per_device'):,.0f}"
-        if plan.predicted.mfu is not None and any(event.get("mfu") is not None for event in recent):
+        if any(event.get("mfu") is not None for event in recent):
             figures["MFU"] = f"{mfu_text(_mean(recent, 'mfu'))} (predicted {plan.predicted.mfu:.1%})"
         figures["peak memory"] = nbytes_text(max(event["peak_nbytes"] for event in steps if "peak_nbytes" in event))
     figures["skipped steps"] = f"{sum(bool(event.get('skipped')) for event in steps):,}"
@@ -101,7 +101,7 @@ def _charts(plan: Plan, events: Sequence[Event], steps: Sequence[Event]) -> list
         of("learning rate", "lr"),
         of("gradient norm", "grad_norm"),
         of(f"tokens/s/{device_word(plan)}", "tokens_per_second_per_device", 1.0, rate),
-        *([] if predicted.mfu is None else [of("MFU, %", "mfu", 100.0, expected(100 * predicted.mfu))]),
+        of("MFU, %", "mfu", 100.0, expected(100 * predicted.mfu)),
         of("step time, s", "seconds", 1.0, expected(predicted.step_seconds)),
         of("peak memory of the fullest rank, GiB", "peak_nbytes", 1 / GiB, memory),
         of("loss scale", "loss_scale"),

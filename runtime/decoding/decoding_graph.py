@@ -17,6 +17,7 @@ from megaloom.dsl import (
     Each,
     Graph,
     Input,
+    Layer,
     Lookup,
     Node,
     PositionLookup,
@@ -27,16 +28,17 @@ from megaloom.dsl import (
 from megaloom.dsl.dims import BATCH, Dim, Shape
 from megaloom.dsl.facts.primitives import Program
 from megaloom.dsl.node import primitives
+from megaloom.dsl.op import Op
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.rewriting import rewritten
-from megaloom.dsl.value import Op, apply
+from megaloom.dsl.value import apply
 
 POSITIONS = "positions of the rows + "
 """Begin of the names of the inputs of position ids; the offset follows."""
 
 
 @frozen
-class ByPositionIds(Op):
+class ByPositionIds(Layer):
     """A layer whose learned positions are looked up by position ids."""
 
     layer: Op

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megaloom.dsl import Attend, Conv, DocumentPositions, Rope, Scan, Shift, Value
 from megaloom.dsl.facts.placement import PlacedOp
+from megaloom.dsl.op import Op
 from megaloom.dsl.ops.attention_core import sequence_dim
-from megaloom.dsl.value import Op
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.rotary import frequencies, rotated, rotation_at

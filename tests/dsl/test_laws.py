@@ -24,7 +24,6 @@ from megaloom.dsl import (
     LinearScaling,
     Mamba2,
     MoE,
-    Op,
     RelativeBuckets,
     RMSNorm,
     Rope,
@@ -46,10 +45,11 @@ from megaloom.dsl import (
     saved,
     weight,
 )
+from megaloom.dsl.base_ops import Leaf
 
 EMBED, HEADS = Dim("embed", 64), 8
-HIDDEN = Value(Op(), (), Shape((BATCH, SEQ, EMBED)))  # from nowhere; no data, which would have no gradient
-MEMORY = Value(Op(), (), Shape((BATCH, Dim("source"), EMBED)))
+HIDDEN = Value(Leaf(), (), Shape((BATCH, SEQ, EMBED)))  # from nowhere; no data, which would have no gradient
+MEMORY = Value(Leaf(), (), Shape((BATCH, Dim("source"), EMBED)))
 TABLE = weight("biases", Dim("buckets", 32), Dim("heads", HEADS))
 NBYTES = {DType.COMPUTE: 2, DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}
 

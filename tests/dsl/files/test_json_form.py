@@ -18,13 +18,12 @@ from megaloom.dsl import (
     MLP,
     Attention,
     Dim,
+    Elementwise,
     Embed,
     Layer,
     Model,
     MoE,
-    Op,
     RMSNorm,
-    Shape,
     SwiGLU,
     Unembed,
     UserError,
@@ -156,11 +155,11 @@ def test_equal_numbers_are_written_alike() -> None:
 
 def test_a_field_without_a_form_is_refused() -> None:
     @frozen
-    class Odd(Op):
+    class Odd(Elementwise):
         what: object
 
-        def shape(self, *args: Shape) -> Shape:
-            return args[0]
+        def saved_values(self, out: Value) -> tuple[Value, ...]:
+            return ()
 
     def built(what: object) -> Model:
         return model("m", apply(Odd(what), ids() >> Embed(weight("wte", VOCAB, EMBED))))
