@@ -22,6 +22,7 @@ from attrs import asdict, evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl.facts.work import Work
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner import Precision, cluster
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.cost import kernels
@@ -102,7 +103,7 @@ def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-def work(kind: str, flops: int, elements: int, *, count: int = 1, m: int = 0, n: int = 0, k: int = 0) -> Work:
+def work(kind: WorkKind, flops: int, elements: int, *, count: int = 1, m: int = 0, n: int = 0, k: int = 0) -> Work:
     """Return a piece of work as the facts count it; each gradient of a matrix product has the FLOPs of the product."""
     return Work(kind, "", flops, flops, flops, elements, count=count, m=m, n=n, k=k)
 
@@ -115,7 +116,7 @@ def products(on: Device) -> Iterator[Measured]:
     shapes += [("misaligned", 8192, 50257, 768)]
     for kind, m, n, k in shapes:
         x, w, dy = random(m, k), random(n, k), random(m, n)
-        of = work("dot", 2 * m * n * k, m * k + k * n + m * n, m=m, n=n, k=k)
+        of = work(WorkKind.PRODUCT, 2 * m * n * k, m * k + k * n + m * n, m=m, n=n, k=k)
         took = kernels.kernel_seconds(of, on, Precision.BF16)
         parts = parted(of, on)
         out = x.new_empty(m, n), torch.empty_like(x), torch.empty_like(w)
@@ -142,7 +143,7 @@ def grouped(on: Device) -> Iterator[Measured]:
     for count, m, n, k in GROUPED:
         x, w, dy = random(count * m, k), random(count, n, k), random(count * m, n)
         ends = torch.arange(m, count * m + 1, m, device="cuda", dtype=torch.int32)
-        of = work("dot", 2 * count * m * n * k, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
+        of = work(WorkKind.PRODUCT, 2 * count * m * n * k, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
         took = kernels.kernel_seconds(of, on, Precision.BF16).forward
         runs = {
             "y": (lambda a=x, b=w, e=ends: torch._grouped_mm(a, b.transpose(1, 2), offs=e)),
@@ -163,7 +164,9 @@ def attention(on: Device) -> Iterator[Measured]:
             k, v = (random(batch, few, seq, channels).requires_grad_() for _ in range(2))
             dy = random(batch, heads, seq, channels)
             flops = 4 * batch * heads * seq * seq * channels // (2 if causal else 1)
-            of = work("attend", flops, 2 * (q.numel() + k.numel()), count=batch * heads, m=seq, n=seq, k=channels)
+            of = work(
+                WorkKind.ATTENTION, flops, 2 * (q.numel() + k.numel()), count=batch * heads, m=seq, n=seq, k=channels
+            )
             took = kernels.kernel_seconds(of, on, Precision.BF16)
 
             def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal, few: int = few) -> Tensor:
@@ -183,7 +186,7 @@ def chains(on: Device) -> Iterator[Measured]:
     """Yield memory-bound kernels as the runtime computes them."""
     for tokens, width in ((4096, 768), (16384, 768), (4096, 2048), (16384, 2048), (4096, 8192), (16384, 8192)):
         for name, kind, elements, run, leaves in layers(tokens, width):
-            of = evolve(work(kind, 0, elements), fusion="gate" if name == "swiglu" else None)
+            of = evolve(work(WorkKind(kind), 0, elements), fusion="gate" if name == "swiglu" else None)
             took = kernels.kernel_seconds(of, on, Precision.BF16)
             with torch.no_grad():
                 seconds = busy(run)

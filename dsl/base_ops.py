@@ -19,7 +19,7 @@ UNARY_PASSES = (2, 3)  # of a function of one argument, forward and backward: on
 
 
 @frozen
-class Leaf(Op):
+class GivenTensor(Op):
     """A tensor that is given: an input of the model, or a weight."""
 
     base_class: ClassVar[bool] = True

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @frozen
 class Reads:
-    """What an op reads of one argument, besides the element at the indices of its result.
+    """The dims along which an op reads more of one argument than the element at the indices of its result.
 
     Nothing of it is about a layout: propagation derives from it what devices exchange.
 
@@ -64,7 +64,7 @@ PLAIN = Reads()
 
 @frozen
 class Decoding:
-    """How an op computes the next position of a sequence, when earlier ones have been computed.
+    """The way in which an op computes the next position of a sequence, after the earlier ones.
 
     state: it needs tensors of earlier positions, which its torch code keeps: keys and values, last inputs, a state.
     position: it needs the index of the position. refusal: why it cannot; empty if it can.

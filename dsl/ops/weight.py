@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from megaloom.dsl.base_ops import Leaf, TableLookup
+from megaloom.dsl.base_ops import GivenTensor, TableLookup
 from megaloom.dsl.dims import (
     BATCH,
     SEQ,
@@ -23,7 +23,7 @@ INITIAL_STD = 0.02  # of weights, in models that set no other (GPT-2, and most m
 
 
 @frozen
-class Input(Leaf):
+class Input(GivenTensor):
     """A tensor that the data provides, under a name that is unique in the model. It has no gradient."""
 
     name: str
@@ -33,7 +33,7 @@ class Input(Leaf):
 
 
 @frozen
-class Weight(Leaf):
+class Weight(GivenTensor):
     """A parameter, initialised from a normal distribution with this mean and standard deviation.
 
     std: None is the standard deviation of the model that has the weight (see `model`). uniform: the distribution is

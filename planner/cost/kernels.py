@@ -7,6 +7,7 @@ two times: its arithmetic and its memory traffic.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import assert_never
 
 from attrs import frozen
 
@@ -121,40 +122,73 @@ def kernel_seconds(
     framework waits for each, so that launches add. The elements of a loss of logits, which is no work of a node, are
     its logits.
     """
-    traffic = work.elements * precision.nbytes / device.moves
-    if priced is not None:
-        took = priced
-    elif work.kind is WorkKind.PRODUCT:
-        took = _product(work, device, precision if inside else precision.wide, profile, traffic, grad_reduce)
-    elif work.kind is WorkKind.ATTENTION and stored_scores:
-        took = _unfused_attention(work, device, precision, traffic)
-    elif work.kind is WorkKind.ATTENTION:
-        keys = min(work.m, work.n) if profile.attention.context_communication is ContextCommunication.P2P else work.n
-        channels = min(1.0, work.k / (work.k + HEAD) / (128 / (128 + HEAD)))
-        peak = device.flops[precision.wide] * device.sustained
-        reached = peak * device.attend_efficiency * (keys / (keys + HALF) * channels)
-        backward = max(ATTEND_BACKWARD * work.flops / reached, BACKWARD_TRAFFIC * traffic)
-        took = KernelSeconds(max(work.flops / reached, traffic), backward, 1, 1)
-    elif work.kind is WorkKind.SCAN and Precision.FP32 in device.flops:
-        busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
-        took = KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
-    elif work.kind is WorkKind.LOGITS_LOSS and device.units > 1:
-        half = profile.kernels.loss_moved_nbytes * work.elements / 2 / device.moves
-        took = KernelSeconds(half, half, 0, 0)
-    elif work.kind is WorkKind.LOGITS_LOSS:
-        forward, backward = CPU_LOSS_NBYTES[precision.nbytes < Precision.FP32.nbytes]
-        each = work.elements / device.moves
-        took = KernelSeconds(forward * each, backward * each, *CPU_LOSS_KERNELS)
-    else:
-        forward, backward = profile.kernels.memory_passes.get(
-            MEMORY_KERNELS.get((work.fusion, work.experts), work.kind), ONE_PASS
-        )
-        took = KernelSeconds(forward * traffic, backward * BACKWARD_TRAFFIC * traffic, forward, backward)
+    took = priced or _kernel(work, device, precision, profile, inside, stored_scores, grad_reduce)
     if device.units > 1 and not profile.kernels.blocking_launches:
         return took
     one = device.launch_seconds
     forward, backward = took.forward + took.forward_kernels * one, took.backward + took.backward_kernels * one
     return KernelSeconds(forward, backward, 0, 0, took.fused_gradients)
+
+
+def _kernel(
+    work: Work,
+    device: Device,
+    precision: Precision,
+    profile: FrameworkProfile,
+    inside: bool,
+    stored_scores: bool,
+    grad_reduce: GradReduce,
+) -> KernelSeconds:
+    """Return the seconds of the kernel of this kind of work, without launches."""
+    traffic = work.elements * precision.nbytes / device.moves
+    match work.kind:
+        case WorkKind.PRODUCT:
+            return _product(work, device, precision if inside else precision.wide, profile, traffic, grad_reduce)
+        case WorkKind.ATTENTION if stored_scores:
+            return _unfused_attention(work, device, precision, traffic)
+        case WorkKind.ATTENTION:
+            return _attention(work, device, precision, profile, traffic)
+        case WorkKind.SCAN if Precision.FP32 in device.flops:
+            busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
+            return KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
+        case WorkKind.LOGITS_LOSS if device.units > 1:
+            half = profile.kernels.loss_moved_nbytes * work.elements / 2 / device.moves
+            return KernelSeconds(half, half, 0, 0)
+        case WorkKind.LOGITS_LOSS:
+            forward, backward = CPU_LOSS_NBYTES[precision.nbytes < Precision.FP32.nbytes]
+            each = work.elements / device.moves
+            return KernelSeconds(forward * each, backward * each, *CPU_LOSS_KERNELS)
+        case (
+            WorkKind.SCAN
+            | WorkKind.CONVOLUTION
+            | WorkKind.POINTWISE
+            | WorkKind.DROPOUT
+            | WorkKind.NORM
+            | WorkKind.ROTARY
+            | WorkKind.CROSS_ENTROPY
+            | WorkKind.GATE
+            | WorkKind.DISPATCH
+            | WorkKind.COMBINE
+            | WorkKind.MEMORY
+        ):
+            name = MEMORY_KERNELS.get((work.fusion, work.experts), work.kind)
+            forward, backward = profile.kernels.memory_passes.get(name, ONE_PASS)
+            return KernelSeconds(forward * traffic, backward * BACKWARD_TRAFFIC * traffic, forward, backward)
+        case WorkKind.NONE:
+            return KernelSeconds(0.0, 0.0, 0, 0)
+    assert_never(work.kind)
+
+
+def _attention(
+    work: Work, device: Device, precision: Precision, profile: FrameworkProfile, traffic: float
+) -> KernelSeconds:
+    """Return the seconds of fused attention."""
+    keys = min(work.m, work.n) if profile.attention.context_communication is ContextCommunication.P2P else work.n
+    channels = min(1.0, work.k / (work.k + HEAD) / (128 / (128 + HEAD)))
+    peak = device.flops[precision.wide] * device.sustained
+    reached = peak * device.attend_efficiency * (keys / (keys + HALF) * channels)
+    backward = max(ATTEND_BACKWARD * work.flops / reached, BACKWARD_TRAFFIC * traffic)
+    return KernelSeconds(max(work.flops / reached, traffic), backward, 1, 1)
 
 
 def _product(

@@ -45,11 +45,11 @@ from megaloom.dsl import (
     saved,
     weight,
 )
-from megaloom.dsl.base_ops import Leaf
+from megaloom.dsl.base_ops import GivenTensor
 
 EMBED, HEADS = Dim("embed", 64), 8
-HIDDEN = Value(Leaf(), (), Shape((BATCH, SEQ, EMBED)))  # from nowhere; no data, which would have no gradient
-MEMORY = Value(Leaf(), (), Shape((BATCH, Dim("source"), EMBED)))
+HIDDEN = Value(GivenTensor(), (), Shape((BATCH, SEQ, EMBED)))  # from nowhere; no data, which would have no gradient
+MEMORY = Value(GivenTensor(), (), Shape((BATCH, Dim("source"), EMBED)))
 TABLE = weight("biases", Dim("buckets", 32), Dim("heads", HEADS))
 NBYTES = {DType.COMPUTE: 2, DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}
 

@@ -307,7 +307,7 @@ def broken(*path: str | int, value: Any) -> str:
         (broken("predicted", "interval", value=[0.0, 0.6]), "around step_seconds = 0.5; got 0 and 0.6"),
         (broken("predicted", "mfu", value=5.0), "predicted.mfu must be a share of the device's peak, at most 1, got 5"),
         (broken("predicted", "mfu", value=0.5), "predicted.mfu must be flops_per_second_per_device / "),
-        (broken("predicted", "mfu", value=None), "predicted.mfu must be null where"),
+        (broken("predicted", "mfu", value=None), "predicted.mfu must be a number, got None"),
         (broken("predicted", "bubble", value=7.0), "predicted.bubble must be a share of the step, at most 1, got 7"),
         (
             broken("predicted", "nbytes", 0, "weights", value=10**30),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megaloom.dsl.facts.flops import flops
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.graph import graph
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama, llama3_1b
 from megaloom.examples.mixtral import mixtral
@@ -40,7 +41,7 @@ KIND = st.sampled_from(list(communication.PASSES))
 
 def dot(m: int, n: int, k: int, count: int = 1) -> Work:
     size = 2 * m * n * k * count
-    return Work("dot", "x", size, size, size, count * (m * n + m * k + n * k), count=count, m=m, n=n, k=k)
+    return Work(WorkKind.PRODUCT, "x", size, size, size, count * (m * n + m * k + n * k), count=count, m=m, n=n, k=k)
 
 
 def pointwise(elements: int) -> Work:

@@ -25,6 +25,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.facts.work import Work
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner import Precision, cluster
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.cost.kernels import MEMORY_KERNELS, KernelSeconds, kernel_seconds
@@ -81,7 +82,7 @@ def test_a_fusion_group_is_no_part_of_the_mathematics() -> None:
 
 def cross_entropy(logits: int, device: Device, precision: Precision, profile: FrameworkProfile) -> KernelSeconds:
     """Return the seconds of a cross-entropy of so many logits."""
-    return kernel_seconds(Work("cross_entropy", "", 0, 0, 0, elements=logits), device, precision, profile)
+    return kernel_seconds(Work(WorkKind.LOGITS_LOSS, "", 0, 0, 0, elements=logits), device, precision, profile)
 
 
 def test_a_cross_entropy_on_a_cpu_takes_many_kernels_and_its_exponentials() -> None:

@@ -31,7 +31,7 @@ from tests.support.published import sample_runs
 COUNT, SEED = 2000, 20
 # Every drawn precision has a figure. Every drawn model repeats blocks and has built-in ops alone, over one sequence. No
 # drawn layout reduces gradients in bf16, for which the judge, who reduces none, has no answer.
-UNDRAWN = {"precision", "grad-reduce", "recompute-blocks", "own-ops", "sequence-pairs"}
+UNDRAWN = {"precision", "grad-reduce", "recompute-blocks", "sequence-pairs"}
 
 
 CITED = version("megatron-core").startswith("0.16.")  # the rules cite lines of 0.16.1

@@ -39,7 +39,7 @@ def half_packed() -> Model:
     ("make", "message"),
     [
         (half_packed, "attention.1 does not read the document indices"),
-        (lambda: packed(mamba2_130m()), "has a convolution along the sequence"),
+        (lambda: packed(mamba2_130m()), "applies Conv along the sequence"),
     ],
 )
 def test_layers_that_read_across_documents_are_refused(make: Any, message: str) -> None:
@@ -79,4 +79,4 @@ def test_the_first_position_is_that_of_one_document() -> None:
         return packed(model("classifier", logits >> Classification()))
 
     assert document_mixing(graph(classifier(0))) is None
-    assert "reads one position of each sequence" in (document_mixing(graph(classifier(1))) or ("",))[0]
+    assert "applies Select along the sequence" in (document_mixing(graph(classifier(1))) or ("",))[0]

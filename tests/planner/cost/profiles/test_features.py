@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megaloom.dsl.facts.costs import costs
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.graph import graph
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.examples.gpt_oss import gpt_oss_20b
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.qwen3 import qwen3_30b_a3b
@@ -89,7 +90,7 @@ def test_kernels_that_do_it_all_are_the_quickest_and_change_dense_models_in_noth
 def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
     """By the product that makes it, or by a kernel after it; beside other products, or while nothing is computed."""
     flops = 2 * count * m * n * k
-    work = Work("dot", "w", flops, flops, flops, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
+    work = Work(WorkKind.PRODUCT, "w", flops, flops, flops, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
     alone, together = (kernel_seconds(work, GB200, Precision.BF16, used) for used in (MEGATRON_2021, MEGATRON))
     assert (alone.fused_gradients, together.fused_gradients) == (0, count * n * k)
     moved = 2 * MEGATRON.optimizer.gradient_nbytes * count * n * k if count > 1 else 0  # beside other products
@@ -99,7 +100,7 @@ def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
 
 def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None:
     n = 8192
-    work = Work("dot", "w", 2 * n**3, 2 * n**3, 2 * n**3, 3 * n * n, count=1, m=n, n=n, k=n)
+    work = Work(WorkKind.PRODUCT, "w", 2 * n**3, 2 * n**3, 2 * n**3, 3 * n * n, count=1, m=n, n=n, k=n)
     for name, precision, slower in (
         ("H100", Precision.FP8, 1 / SPLIT),
         ("H100", Precision.BF16, 1),
