@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from attrs import evolve
 
+from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.layer import Given, Layer
 from megaloom.dsl.ops.documents import DocumentIndices, documents
@@ -21,9 +22,14 @@ def packed(m: Model) -> Model:
     documents, and learned positions restart. It has the weights of `m`.
 
     An encoder with a decoder gets `source_documents` [batch source] as well: each token of the decoder reads the
-    positions of the source that have the index of its own document.
+    positions of the source that have the index of its own document. Raises UserError for a model that reads no tokens.
     """
     return packed_with(m, lambda layer: layer)
+
+
+def reads_tokens(m: Model) -> bool:
+    """Return whether an input of the model has the dim `seq`, as tokens have and images do not."""
+    return any(n.is_input and "seq" in n.shape for n in graph(m).nodes)
 
 
 def packed_with(m: Model, change: Callable[[Layer], Layer]) -> Model:
@@ -33,6 +39,8 @@ def packed_with(m: Model, change: Callable[[Layer], Layer]) -> Model:
     inputs = [n for n in graph(m).nodes if n.is_input]
     if any(isinstance(n.op, DocumentIndices) for n in inputs):
         return m
+    if not reads_tokens(m):
+        raise UserError(f"{m.name} reads no tokens, so it cannot read documents\nomit packed(model) and padded=true")
     source = next((n.shape["source"] for n in inputs if "source" in n.shape), None)
     rebuild = _Rebuild(documents(), None if source is None else documents("source_documents", source), change)
     return evolve(m, outputs=tuple(map(rebuild.value, m.outputs)))

@@ -1,12 +1,14 @@
 """Real data with labels and pairs, from packages that are installed, and small models that train on them.
 
-python labelled_data.py digits digits            # images of handwritten digits, a folder for each (scikit-learn)
+python labelled_data.py digits images            # images of handwritten digits, a folder for each (scikit-learn)
 python labelled_data.py languages texts.jsonl    # messages in five languages, with their language (Django)
 python labelled_data.py translations de.jsonl    # messages in English and German (Django)
 python labelled_data.py tokens code.jsonl        # lines of Python's standard library, with the class of each word
 
 megaloom data texts.jsonl -o texts --tokenizer bytes --label-key language
 megaloom train labelled_data.py:language --data texts --split 80,20 --seq 64
+
+labelled_runs.py trains on each of them, and compares the scores with those of scikit-learn.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from megaloom.examples.vit import vit
 LANGUAGES = ("de", "es", "fr", "it", "nl")
 MODULES = 40  # of the standard library, from which lines are taken
 BYTES = 256
+CONTEXT = "\x04"  # between the context of a message and the message
+TRAINING_DIGITS = 1400  # of 1,797
 
 
 def digit() -> Model:
@@ -56,13 +60,21 @@ def translator() -> Model:
 
 
 def write_digits(folder: Path) -> None:
-    """Write the 1,797 digits of scikit-learn as images, those of each class in a folder of their own."""
+    """Write scikit-learn's digits as images into training/ and test/, those of each class in a folder of their own."""
     from PIL import Image
 
+    for part, digits in zip(("training", "test"), digits_in_parts(), strict=True):
+        for i, (pixels, label) in enumerate(digits):
+            (named := folder / part / str(label)).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(named / f"{i:04}.png")
+
+
+def digits_in_parts() -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
+    """Return the digits for training, and those that are held out, of other writers: bytes [8, 8], and the digit."""
     digits = _package("sklearn.datasets", "scikit-learn").load_digits()
-    for i, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        (folder / str(label)).mkdir(parents=True, exist_ok=True)
-        Image.fromarray((pixels * 255 / 16).astype("uint8")).save(folder / str(label) / f"{i:04}.png")
+    pixels = (digits.images * 255 / 16).astype("uint8")
+    pairs = list(zip(pixels, digits.target.tolist(), strict=True))
+    return pairs[:TRAINING_DIGITS], pairs[TRAINING_DIGITS:]
 
 
 def languages() -> Iterator[dict[str, Any]]:
@@ -83,20 +95,30 @@ def tokens() -> Iterator[dict[str, Any]]:
         line: list[tuple[str, str]] = []
         for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
             if token.string.strip() and token.type != tokenize.ENCODING:
-                kind = "KEYWORD" if keyword.iskeyword(token.string) else tokenize.tok_name[token.type]
-                line.append((token.string, kind))
+                line.append((token.string, _class(token)))
             if token.type in (tokenize.NEWLINE, tokenize.NL) and line:
                 yield {"words": [word for word, _ in line], "classes": [kind for _, kind in line]}
                 line = []
 
 
+def _class(token: tokenize.TokenInfo) -> str:
+    """Return the class of a token. The parts of an f-string, which are tokens since Python 3.12, are strings."""
+    if keyword.iskeyword(token.string):
+        return "KEYWORD"
+    name = tokenize.tok_name[token.type]
+    return "STRING" if name.startswith(("FSTRING", "TSTRING")) else name
+
+
 def _messages(language: str) -> Iterator[tuple[str, str]]:
-    """Yield Django's messages in English, and in another language."""
-    locale = Path(_package("django", "django").__file__).parent / "conf/locale"
-    with (locale / language / "LC_MESSAGES/django.mo").open("rb") as file:
-        catalogue = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
-    pairs = ((english, other) for english, other in sorted(catalogue.items(), key=str) if isinstance(english, str))
-    yield from ((english, other) for english, other in pairs if english and other and english != other)
+    """Yield the messages of Django and its applications in English, and in another language."""
+    django = Path(_package("django", "django").__file__).parent
+    messages: dict[str, str] = {}
+    for path in sorted(django.glob(f"**/locale/{language}/LC_MESSAGES/django.mo")):
+        with path.open("rb") as file:
+            catalogue = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
+        singular = ((english, other) for english, other in catalogue.items() if isinstance(english, str))
+        messages |= {english.rpartition(CONTEXT)[2]: other for english, other in singular}
+    yield from ((english, other) for english, other in sorted(messages.items()) if other and english not in ("", other))
 
 
 def _package(module: str, name: str) -> Any:

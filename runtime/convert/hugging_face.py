@@ -24,7 +24,7 @@ from megaloom.dsl.hf.state_dict import to_checkpoint
 from megaloom.dsl.hf.stored_names import SHARD_INDEX, SINGLE
 from megaloom.dsl.hf.tensor_layout import stored_tensors
 from megaloom.dsl.hf.tensor_names import Names
-from megaloom.dsl.transforms.packing import packed
+from megaloom.dsl.transforms.packing import packed, reads_tokens
 from megaloom.runtime.weights.kept_files import copy_files
 from megaloom.runtime.weights.views import View, concatenated
 
@@ -63,8 +63,10 @@ class DescribedModel:
         The inputs that conversations and padding need do not count.
         """
         own = fingerprint(model)
-        return own in (fingerprint(self.model), fingerprint(packed(self.model))) or (
-            predicts_next_token(self.model) and fingerprint(for_conversations(self.model)) == own
+        return (
+            fingerprint(self.model) == own
+            or (reads_tokens(self.model) and fingerprint(packed(self.model)) == own)
+            or (predicts_next_token(self.model) and fingerprint(for_conversations(self.model)) == own)
         )
 
 

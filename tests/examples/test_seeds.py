@@ -2,7 +2,14 @@
 
 import pytest
 
-from megaloom.examples.scripts import bert_tagger, gradient_reduction, parallelism, pretrain_gpt2, strategy
+from megaloom.examples.scripts import (
+    bert_tagger,
+    gradient_reduction,
+    labelled_runs,
+    parallelism,
+    pretrain_gpt2,
+    strategy,
+)
 
 
 def test_a_strategy_changes_between_checkpoints() -> None:
@@ -13,7 +20,12 @@ def test_each_kind_of_parallelism() -> None:
     assert parallelism.main("tensor and sequence")
 
 
-def test_a_tagger_is_scored_as_by_transformers() -> None:
+@pytest.mark.parametrize("name", labelled_runs.CASES)
+def test_models_of_labelled_data_are_scored_as_by_scikit_learn(name: str) -> None:
+    assert labelled_runs.confirmed(name, steps=2, most=60)
+
+
+def test_a_tagger_is_scored_as_by_scikit_learn() -> None:
     assert bert_tagger.main(steps=2, lines=200)
 
 

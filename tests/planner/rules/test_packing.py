@@ -22,6 +22,7 @@ from megaloom.dsl import (
     packed,
     weight,
 )
+from megaloom.dsl.errors import UserError
 from megaloom.examples.mamba2 import mamba2_130m
 from megaloom.examples.t5 import t5_small
 from megaloom.planner.rules.packing import document_mixing
@@ -55,6 +56,11 @@ def test_a_packed_model_has_the_weights_of_the_model() -> None:
     one, both = graph(tiny_gpt()), graph(packed(tiny_gpt()))
     assert {k: s.dims for k, s in one.weights.items()} == {k: s.dims for k, s in both.weights.items()}
     assert packed(m := packed(tiny_gpt())) is m
+
+
+def test_a_model_without_tokens_cannot_be_packed() -> None:
+    with pytest.raises(UserError, match=r"tiny-vit reads no tokens, so it cannot read documents\nomit packed\(model\)"):
+        packed(tiny_vit())
 
 
 def test_a_packed_decoder_reads_the_indices_of_its_source() -> None:

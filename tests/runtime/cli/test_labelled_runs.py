@@ -150,7 +150,6 @@ def test_classes_in_the_order_of_a_config_are_taken(named: Any, names: str, tmp_
 
 
 def test_pairs_train_a_t5(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("django", reason="its message catalogues are the pairs")
     source, prefix = written(tmp_path / "de.jsonl", "translations", 30), tmp_path / "de"
     keys = ["--source-key", "en", "--target-key", "de"]
     assert main(["data", str(source), "-o", str(prefix), "--tokenizer", "bytes", *keys]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sklearn import metrics
 
 from megaloom.dsl import graph
 from megaloom.runtime.engine.results import Scores
@@ -31,7 +32,6 @@ def test_scores_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_scores_are_those_of_scikit_learn(seed: int) -> None:
-    metrics = pytest.importorskip("sklearn.metrics")
     random = np.random.default_rng(seed)
     given, predicted = random.integers(CLASSES - 1, size=(4, 9)), random.integers(CLASSES, size=(4, 9))
     predicted = np.where(random.random((4, 9)) < 0.5, given, predicted)
