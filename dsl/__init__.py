@@ -62,7 +62,9 @@ from .base_ops import AlongSequence, Contraction, Elementwise, Rearrangement, Ta
 from .combine import (
     Block,
     Each,
+    Parallel,
     Residual,
+    parallel,
     residual,
 )
 from .dims import (
@@ -164,6 +166,7 @@ __all__ = [
     "Node",
     "Normalize",
     "Op",
+    "Parallel",
     "PatchEmbed",
     "Patches",
     "Pointwise",
@@ -227,6 +230,7 @@ __all__ = [
     "mask",
     "model",
     "packed",
+    "parallel",
     "params",
     "read",
     "repeat",

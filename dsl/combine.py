@@ -10,8 +10,8 @@ from megaloom.dsl.ops.shape import Select
 
 from .dims import Shape
 from .errors import ShapeError
-from .layer import Layer, chain
-from .value import Value, apply
+from .layer import Layer, chain, is_layer
+from .value import Value, apply, fn
 
 
 @frozen
@@ -29,6 +29,27 @@ class Residual(Layer):
 
     def __str__(self) -> str:
         return "residual"
+
+
+@frozen
+class Parallel(Layer):
+    """The sum of several layers of one input: f(x) + g(x). Raises ShapeError if their results differ in shape.
+
+    Source: Wang & Komatsuzaki, GPT-J, 2021, whose attention and feed-forward layer read the same norm.
+    """
+
+    layers: tuple[Layer, ...]
+    transparent: ClassVar[bool] = True
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        first, *others = [layer(x, **side) for layer in self.layers]
+        for y in others:
+            if y.shape != first.shape:
+                raise ShapeError(f"layers side by side must have results of one shape, got {first.shape} and {y.shape}")
+        return fn("add", first, *others)
+
+    def __str__(self) -> str:
+        return "parallel"
 
 
 @frozen
@@ -64,3 +85,12 @@ class Each(Layer):
 def residual(*layers: Layer) -> Layer:
     """Return a layer that computes x + f(x), where f applies these layers in order."""
     return Residual(chain(*layers))
+
+
+def parallel(*layers: Layer) -> Layer:
+    """Return a layer that computes f(x) + g(x) + …: each of these layers reads x."""
+    if not layers:
+        raise ShapeError("give at least one layer")
+    for layer in layers:
+        is_layer(None, None, layer)
+    return layers[0] if len(layers) == 1 else Parallel(layers)

@@ -15,19 +15,32 @@ from .op import Op
 from .work_kinds import Elements, Traffic, WorkKind
 
 LINEAR = frozenset({"add"})  # the backward pass reads nothing
+COMPARISONS = frozenset({"equal", "less", "less_equal", "greater", "greater_equal"})  # 1 or 0, without a gradient
 UNARY = frozenset(
     {"gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "exp", "log"}
-    | {"reciprocal"}
+    | {"reciprocal", "sqrt"}
 )  # quick_gelu(x) = x * sigmoid(1.702 x), relu2(x) = relu(x)², reciprocal(x) = 1 / x
 # The fusion group of a pointwise op: frameworks have kernels of their own for the gate of a gated unit (SwiGLU: its
 # product, with the activation before it) and for adding a bias. What a framework makes of a group, its profile says.
 Fusion = Literal["gate", "bias"]
-NONLINEAR = UNARY | {"mul", "div"}  # the backward pass reads the arguments
-SAVE_RESULT = ("exp", "sigmoid", "tanh", "reciprocal")  # functions whose derivative torch computes from their result
+NONLINEAR = UNARY | {"mul", "div", "min", "max", "where"}  # the backward pass reads the arguments
+SAVE_RESULT = (
+    "exp",
+    "sigmoid",
+    "tanh",
+    "reciprocal",
+    "sqrt",
+)  # functions whose derivative torch computes from their result
 # Passes over memory, forward and backward, of functions that torch has no single kernel for. The gradient of a
 # reciprocal is a negation and two products.
 COMPOSED_PASSES = {"quick_gelu": (7, 14), "relu2": (4, 8), "reciprocal": (2, 7)}
-NUMBERS_OF_ARGUMENTS = {**dict.fromkeys(UNARY, 1), "div": 2}  # of functions that do not take any number of them
+FUNCTIONS = LINEAR | NONLINEAR | COMPARISONS
+NUMBERS_OF_ARGUMENTS = {
+    **dict.fromkeys(UNARY, 1),
+    **dict.fromkeys({"div", "min", "max"} | COMPARISONS, 2),
+    "where": 3,
+}  # of functions that do not take any number of them
+NUMBER_WORDS = {1: "one argument", 2: "two arguments", 3: "three arguments", None: "one or more arguments"}
 
 
 @frozen(eq=False, repr=False)
@@ -62,6 +75,18 @@ class Value:
 
     def __mul__(self, other: Value | float) -> Value:
         return apply(Affine(other), self) if isinstance(other, (int, float)) else fn("mul", self, other)
+
+    def __lt__(self, other: Value) -> Value:
+        return fn("less", self, other)
+
+    def __le__(self, other: Value) -> Value:
+        return fn("less_equal", self, other)
+
+    def __gt__(self, other: Value) -> Value:
+        return fn("greater", self, other)
+
+    def __ge__(self, other: Value) -> Value:
+        return fn("greater_equal", self, other)
 
     def __neg__(self) -> Value:
         return -1.0 * self
@@ -105,8 +130,10 @@ def apply(op: Op, *args: Value) -> Value:
 class Pointwise(Elementwise):
     """An elementwise function: [..] to [..]. Arguments are broadcast over the dims that they lack.
 
-    add and mul take one or more arguments, div two, the other functions one. fusion: the fusion group of its kernel. A
-    chain of elementwise ops runs as one fused kernel, which reads and saves only the tensors that enter the chain.
+    add and mul take one or more arguments, where(condition, x, y) three, div, min, max and comparisons (equal, less,
+    less_equal, greater, greater_equal) two, the other functions one. A comparison is 1 or 0. fusion: the fusion group
+    of its kernel. A chain of elementwise ops runs as one fused kernel, which reads and saves only the tensors that
+    enter the chain.
     eager_tensors: tensors as large as the result that the chain saves besides, in a framework whose fused kernel
     supports SwiGLU only. Raises ShapeError for an unknown function, and if no argument has all the dims.
     """
@@ -118,18 +145,29 @@ class Pointwise(Elementwise):
 
     @fn.validator
     def _known(self, _: object, name: str) -> None:
-        if name not in LINEAR | NONLINEAR:
-            known = sorted(LINEAR | NONLINEAR)
+        if name not in FUNCTIONS:
+            known = sorted(FUNCTIONS)
             raise ShapeError(f"unknown function {name!r}{did_you_mean(name, known)}known are {', '.join(known)}")
 
     def shape(self, *args: Shape) -> Shape:
         count = NUMBERS_OF_ARGUMENTS.get(self.fn)
         if not args or count not in (None, len(args)):
-            needed = {1: "one argument", 2: "two arguments", None: "one or more arguments"}[count]
+            needed = NUMBER_WORDS[count]
             raise ShapeError(f"{self.fn} needs {needed}, got {len(args)}")
         return super().shape(*args)
 
+    def dtype(self, *args: DType) -> DType:
+        if self.fn in COMPARISONS:
+            if DType.INDEX in args and set(args) != {DType.INDEX}:
+                raise ShapeError(f"{self.fn} compares ids with ids, or numbers with numbers")
+            return DType.MASK
+        if self.fn == "where" and args[0] is not DType.MASK:
+            raise ShapeError("the first argument of where must be a mask: a comparison, such as x > y, or mask()")
+        return super().dtype(*args)
+
     def saved_values(self, out: Value) -> tuple[Value, ...]:
+        if self.fn == "where":
+            return out.args[:1]
         if self.fn == "relu":
             return (out,)  # its sign is enough, and the next op often saves it anyway
         return out.args if self.fn in NONLINEAR else ()
@@ -144,6 +182,10 @@ class Pointwise(Elementwise):
                 return _combination(self.fn == "mul", n, [elements(a) for a in out.args])
             case "div":
                 return _quotient(n, *map(elements, out.args))
+            case "min" | "max" | "where":
+                return _choice(n, [elements(a) for a in out.args])
+            case name if name in COMPARISONS:
+                return Traffic(sum(map(elements, out.args)) + n, 0, 1, 0)
         forward, backward = COMPOSED_PASSES.get(self.fn, UNARY_PASSES)
         return Traffic(forward * n, backward * n, forward // COPY, backward // COPY)
 
@@ -194,6 +236,16 @@ def _combination(product: bool, n: int, sizes: list[int]) -> Traffic:
         if size < n:  # the gradient of a tensor that is broadcast is summed
             out += Traffic(0, n + size, 0, 1)
     return out
+
+
+def _choice(n: int, sizes: list[int]) -> Traffic:
+    """Return the traffic of the choice of n elements of two tensors; backward each gets the gradient or 0.
+
+    sizes: of the tensors that the kernel reads, of which the last two have gradients.
+    """
+    backward, kernels = 2 * COPY * n, 2
+    sums = [n + size for size in sizes[-2:] if size < n]  # the gradient of a tensor that is broadcast is summed
+    return Traffic(sum(sizes) + n, backward + sum(sums), 1, kernels + len(sums))
 
 
 def _quotient(n: int, x: int, y: int) -> Traffic:

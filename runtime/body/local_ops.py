@@ -92,7 +92,7 @@ def local_function(
             return partial(combine_tokens, v, groups=groups)
         case Dot(over) | Sum(over) if any(p.step.axes.get(d) in ("tp", "etp") for d in over):  # of any degree
             return partial(_without_padding, p.step, v, over, groups)
-        case Pointwise("div" | "log" | "reciprocal") if {"tp", "etp"}.intersection(p.step.axes.values()):
+        case Pointwise("div" | "log" | "reciprocal" | "sqrt") if {"tp", "etp"}.intersection(p.step.axes.values()):
             return partial(_with_ones_in_padding, p.step, v, groups)
         case Lookup(key) if p.step.axes.get(key) == "tp" and groups.layout.tp > 1:
             return partial(_sharded_lookup, v.op, v, rank=groups.tp_rank)
@@ -188,7 +188,7 @@ def _without_padding(step: Step, v: Value, over: tuple[str, ...], groups: Proces
 
 
 def _with_ones_in_padding(step: Step, v: Value, groups: ProcessGroups, *args: Tensor) -> Tensor:
-    """Return a quotient, reciprocal or logarithm, with ones in the padding of its last argument.
+    """Return a quotient, reciprocal, root or logarithm, with ones in the padding of its last argument.
 
     Padding is often 0, where the result and its gradient would be infinite, and the product of that and 0 is NaN.
     """

@@ -78,8 +78,20 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "log": torch.log,
     "reciprocal": torch.reciprocal,
+    "sqrt": torch.sqrt,
 }
 """Functions of one argument, by their names in the dsl."""
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "div": torch.div,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "equal": torch.eq,
+    "less": torch.lt,
+    "less_equal": torch.le,
+    "greater": torch.gt,
+    "greater_equal": torch.ge,
+}
+"""Functions of two arguments."""
 
 
 @singledispatch
@@ -105,9 +117,9 @@ def _(op: Pointwise, out: Value, *args: Tensor) -> Tensor:
             return sum(rest, start=x.float() if x.dtype is torch.bool else x)  # torch would add masks as "or"
         case "mul":
             return reduce(torch.mul, rest, x)
-        case "div":
-            return x / rest[0]
-    return UNARY[op.fn](x)
+        case "where":
+            return torch.where(x.bool(), *rest)
+    return BINARY[op.fn](x, *rest) if rest else UNARY[op.fn](x)
 
 
 @evaluate.register

@@ -39,6 +39,7 @@ from megaloom.dsl import (
     graph,
     ids,
     model,
+    parallel,
     repeat,
     residual,
     weight,
@@ -66,6 +67,7 @@ LAYERS = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map(lambda them: chain(*them)),
         st.lists(inner, min_size=1, max_size=3).map(lambda them: residual(*them)),
+        st.lists(inner, min_size=1, max_size=3).map(lambda them: parallel(*them)),
         st.tuples(st.integers(1, 3), inner).map(lambda it: repeat(*it)),
     ),
     max_leaves=6,

@@ -8,13 +8,17 @@ import pytest
 from attrs import frozen
 
 from megaloom.dsl import (
+    MLP,
     AlongSequence,
+    Attention,
     Decoding,
     Dim,
     Elementwise,
     Extents,
+    Linear,
     Op,
     Reads,
+    RMSNorm,
     Shape,
     Sizes,
     Split,
@@ -27,6 +31,8 @@ from megaloom.dsl import (
     graph,
     ids,
     model,
+    parallel,
+    residual,
     weight,
 )
 from megaloom.dsl.errors import ShapeError
@@ -123,6 +129,14 @@ def test_its_product_counts_forward_and_for_each_gradient() -> None:
     assert flops(m, batch=2, seq=8).total == sum(
         w.flops + w.dgrad + w.wgrad for n in graph(m).nodes for w in costs(n, batch=2, seq=8).work
     )
+
+
+def test_layers_side_by_side_are_nodes_of_their_own() -> None:
+    m = model("m", embedded() >> residual(RMSNorm(), parallel(Attention(heads=2), MLP(16))))
+    assert [n.name for n in graph(m).nodes][-5:] == ["rms_norm.0", "attention.0", "mlp.0", "add.0", "add.1"]
+    assert parallel(MLP(16)) == MLP(16)
+    with pytest.raises(ShapeError, match=r"layers side by side must have results of one shape, got \[.*\] and \["):
+        model("m", embedded() >> parallel(MLP(16), Linear(Dim("embed", 4))))
 
 
 def test_what_reads_along_the_written_tokens_is_not_decoded_unless_it_says_how() -> None:

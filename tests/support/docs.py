@@ -23,6 +23,7 @@ from math import log10
 from pathlib import Path
 from textwrap import dedent
 
+from tests.support import ops_page
 from tests.support.coming_from import sections
 from tests.support.paths import ROOT
 
@@ -325,6 +326,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "python_api": _python_api,
     "devices": _devices,
     "map": _map,
+    "ops": ops_page.ops,
+    "functions": ops_page.functions,
+    "sharded_dims": ops_page.sharded_dims,
     **sections(),
 }
 

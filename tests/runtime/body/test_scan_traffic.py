@@ -57,7 +57,7 @@ def test_bytes_of_a_quotient() -> None:
     dividend, divisor = (Value(Input(name), (), Shape(d)) for name, d in (("x", dims), ("y", dims[:1])))
     p = separate_ops(program(graph(model("m", dividend / divisor)).nodes[-1]))
     (step,) = (step for step in p.steps if step.value.args)
-    counted = traffic(p, step, lambda v: prod(d.known for d in v.shape))
+    counted, _ = traffic(p, step, lambda v: prod(d.known for d in v.shape))
     x, y = torch.rand(8, 16, requires_grad=True), torch.ones(8, 1, requires_grad=True)
     with Traffic() as forward:
         z = x / y
