@@ -17,8 +17,8 @@ from torch import Tensor
 from megaloom.dsl import Attend, Dim, DType, Input, RelativeBuckets, Shape, Sizes, Value, apply
 from megaloom.planner.contract.attention_blocks import local_ranges
 from megaloom.planner.contract.capability import AttentionKernel
-from megaloom.runtime.body.attention import LocalQueries, attend
-from megaloom.runtime.reference.evaluate import evaluate
+from megaloom.runtime.ops import whole
+from megaloom.runtime.ops.attention_kernels import LocalQueries, attend
 
 OPS = {
     "causal": Attend(),
@@ -60,7 +60,7 @@ def kernel_of(name: str) -> AttentionKernel:
 def error(name: str, cp: int) -> float:
     """Return the largest error of the results and gradients of all context-parallel ranks."""
     out, args = sample(name, SHORT, HEADS // 4, torch.float32)
-    expected = evaluate(out.op, out, *args)
+    expected = whole(out.op, out, *args)
     weights = torch.linspace(-1, 1, expected.numel(), device="cuda").view_as(expected)
     found = torch.zeros_like(expected)
     for rank in range(cp):

@@ -47,7 +47,7 @@ class SquaredReLU(Layer):
     def module(self, context: BuildContext) -> nn.Module:
         """Return the module that runs in place of the body. Only training calls it, so torch is imported here."""
         from megaloom.runtime.modules.layers import FeedForward
-        from megaloom.runtime.reference.evaluate import UNARY
+        from megaloom.runtime.ops.elementwise import UNARY
 
         return FeedForward(context, context.layer_config(ffn_hidden_size=self.channels, activation_func=UNARY["relu2"]))
 

@@ -1,6 +1,6 @@
 """Cost of attention, scans and convolutions by kernels that only bodies use: seconds, and transient bytes.
 
-They are those of runtime/body: FlexAttention, attention by blocks of queries, scans by chunks of the sequence, and
+They are those of runtime/ops: FlexAttention, attention by blocks of queries, scans by chunks of the sequence, and
 compiled convolutions.
 `kernels` prices the others.
 """
@@ -41,7 +41,7 @@ FLEX_BIAS, FLEX_SOFTCAP, FLEX_SINK = 0.83, 0.46, 0.91
 # heads of 256 channels on an H100 with torch 2.11 (benchmarks/steps.py, 2026-11-22: 0.938 s).
 FLEX_NARROW, FLEX_WIDE = 128, 0.38
 # Times that the kernels of a block of queries pass over its scores, forward and backward without recompute. Counted in
-# runtime/body/attention.py and runtime/reference/attention_scores.py. Forward: the product writes, the softmax reads
+# runtime/ops/attention_kernels.py and attention_scores.py. Forward: the product writes, the softmax reads
 # and writes, the second product reads. Backward: a product writes the gradient, the softmax reads two and writes one,
 # two products read it, and one the probabilities.
 SCORE_PASSES = (4, 7)
@@ -50,7 +50,7 @@ SOFTCAP_PASSES = (6, 7)  # division, tanh, product
 BIAS_PASSES = (4, 1)  # ALiBi or a relative bias is written, then added
 SINK_PASSES = (4, 3)  # appended, and removed from the probabilities
 # Scores that are alive at once in the backward pass of a block: the probabilities, their gradient, and that of the
-# scores. A soft cap also saves its result. Counted in tests/runtime/body/test_kernels_of_bodies.py.
+# scores. A soft cap also saves its result. Counted in tests/runtime/ops/test_kernels_of_bodies.py.
 SCORES_ALIVE, SOFTCAP_ALIVE = 3, 1
 BLOCK_KERNELS = (10, 25)  # kernels of a block, forward and backward with recompute, most of them on few bytes
 
@@ -78,7 +78,7 @@ class ScanTraffic:
 
 
 SCAN_TRAFFIC = {
-    # Counted by torch's dispatcher in runtime/body/scan.py (tests/runtime/body/test_scan_traffic.py).
+    # Counted by torch's dispatcher in runtime/ops/chunked_scan.py (tests/runtime/ops/test_scan_traffic.py).
     ScanKernel.CHUNKS: ScanTraffic(
         pair_fp32_nbytes=(24, 24),
         pair_passes=(3, 7),

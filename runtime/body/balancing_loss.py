@@ -1,12 +1,13 @@
 """The load-balancing loss of experts in training: its gradient, and the sums that give its value.
 
 Each micro-batch has a `Balancing`. A mixture adds the gradient of its loss to that of its gate by `attach`, and records
-sums, which are added over micro-batches and ranks. So the loss is that of `reference.balancing` under every layout.
+sums, which are added over micro-batches and ranks. So the loss is that of `ops.balancing` under every layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,10 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from megaloom.dsl import MoE
-from megaloom.runtime.reference.balancing import balance_of, counted_choices, router_probabilities
+from megaloom.dsl.facts.placement import PlacedOp
+from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.ops.balancing import balance_of, counted_choices, router_probabilities
+from megaloom.runtime.ops.tensors import broadcast, names
 
 
 @frozen(eq=False)
@@ -35,6 +39,17 @@ class Balancing:
     def of(self, node: str) -> Balancing:
         """Return the balancing losses for the mixture of a node."""
         return evolve(self, node=node)
+
+    def attach_to_gate(self, op: MoE, p: PlacedOp, groups: ProcessGroups, scores: Tensor, gate: Tensor) -> Tensor:
+        """Return the gate of a body, with the gradient of the loss added to its own."""
+        v, layout = p.step.value, groups.layout
+        token_groups = [groups.of_axis(name) for name in sorted(p.sharded_axes)]
+        replicas = layout.tp * layout.cp // prod(group.size() for group in token_groups)
+        order = ["batch", *names(v.shape.without("batch", "experts")), "experts"]
+        chosen, token_scores = (
+            broadcast(x, a.shape, order).flatten(1, -2) for x, a in ((gate.detach() != 0, v), (scores, v.args[0]))
+        )
+        return self.attach(op, gate, token_scores, chosen, token_groups, replicas)
 
     def attach(
         self,

@@ -26,12 +26,14 @@ from megaloom.planner.rules.padding import padding_refusal
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext, to_declared_order, to_megatron_order
 from megaloom.runtime.megatron.padded_shards import mark_padded
-from megaloom.runtime.reference.dropout import MaskSource, dropouts
+from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.ops.dropout_masks import MaskSource, dropouts
+from megaloom.runtime.ops.local_op import padding_of
+from megaloom.runtime.ops.tensors import dim_index
 
 from .balancing_loss import Balancing
 from .corrections import Correction
 from .evaluation import Evaluation, LocalProgram
-from .local_ops import hide_padding
 from .recompute_regions import recompute_regions
 from .transitions import perform
 
@@ -138,7 +140,7 @@ class Body(nn.Module):
         evaluation.values.update((i, self.full_weight(i)) for i in self.names)
         out = evaluation.run()
         out = out.to(self.dtype) if self.leaves_vectors else out
-        out = hide_padding(self.program, out, self.groups) if self.logits else out
+        out = _hide_padding(self.program, out, self.groups) if self.logits else out
         return to_megatron_order(self.program.value, out.view_as(out))  # a view: recompute hooks stay on this tensor
 
     def full_weight(self, i: int) -> Tensor:
@@ -183,6 +185,13 @@ def _routed(op: Op, p: Program) -> dict[int, Tensor]:
     gates = [s.value for s in p.steps if isinstance(s.value.op, Gate) and s.value.op.corrected]
     sizes = {id(v): v.shape["experts"].known for v in gates if isinstance(op, MoE)}
     return {i: torch.zeros(n, dtype=torch.float32, device=device.current()) for i, n in sizes.items()}
+
+
+def _hide_padding(p: Program, logits: Tensor, groups: ProcessGroups) -> Tensor:
+    """Return local logits with the most negative number in the columns that pad the vocabulary."""
+    vocab, i = p.value.shape["vocab"], dim_index(p.value.shape, "vocab")
+    padding = padding_of(vocab, logits, i, groups.of_axis("tp")) if p.table.axis(vocab) == "tp" else None
+    return logits if padding is None else logits.masked_fill(padding, torch.finfo(logits.dtype).min)
 
 
 def _is_vectors(v: Value) -> bool:

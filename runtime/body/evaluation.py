@@ -1,12 +1,11 @@
 """Evaluation of a node's body on local tensors: primitives, transitions, recompute, the copies of an `Each`.
 
 `Evaluation(local, values, masks).run()` returns the output. The cores of attention and scans save only their inputs
-for the backward pass (see `local_ops`); the regions of `recompute_regions` save only what enters them.
+for the backward pass (see `runtime.ops`); the regions of `recompute_regions` save only what enters them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,7 +13,7 @@ from attrs import define, field, frozen
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megaloom.dsl import CrossEntropy, Dim, Each, LogSumExp, MoE, Select, Slot, Value
+from megaloom.dsl import CrossEntropy, Dim, Each, Gate, LogSumExp, MoE, Select, Slot, Value
 from megaloom.dsl.facts.context_exchange import channel_dim, channels_on_device
 from megaloom.dsl.facts.placement import INVARIANT, REPLICATE, NodePlacement, PlacedOp, Transition, Transitions
 from megaloom.dsl.facts.primitives import Program, origin
@@ -23,12 +22,13 @@ from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.capability import CoreKernel
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.recompute import DiscardedOutput
-from megaloom.runtime.reference.dropout import MaskSource
-from megaloom.runtime.reference.tensors import dim_index
+from megaloom.runtime.ops import local
+from megaloom.runtime.ops.dropout_masks import MaskSource
+from megaloom.runtime.ops.tensors import dim_index
 
 from .balancing_loss import Balancing
 from .channel_exchange import channel_shard, channels_to_sequence, sequence_to_channels
-from .local_ops import local_function
+from .rank_op import RankOp
 from .recompute_regions import RecomputeRegion
 from .transitions import perform
 
@@ -170,22 +170,17 @@ class Evaluation:
 
     def computed(self, p: PlacedOp, *args: Tensor) -> Tensor:
         """Return what a primitive computes from these arguments, before the transitions of its result."""
-        return self.function(p)(*args)
+        v, moe = p.step.value, self.local.balanced_moe
+        out = local(v.op, self.rank_op(p))(*args)
+        if isinstance(v.op, Gate) and moe and self.balancing and not p.step.outer:
+            return self.balancing.attach_to_gate(moe, p, self.local.groups, args[0], out)
+        return out
 
-    def function(self, p: PlacedOp) -> Callable[..., Tensor]:
-        """Return the function of its arguments that computes a primitive, before the transitions of its result."""
-        v, local = p.step.value, self.local
-        return local_function(
-            p,
-            v,
-            groups=local.groups,
-            masks=self.masks,
-            dropout=local.dropouts.get(id(v), 0),
-            balanced_moe=local.balanced_moe,
-            balancing=self.balancing,
-            kernel=local.kernels.get(id(v)),
-            overwrites_logits=self.overwrites_logits,
-        )
+    def rank_op(self, p: PlacedOp) -> RankOp:
+        """Return a primitive on this rank."""
+        i, local = id(p.step.value), self.local
+        dropout, kernel = local.dropouts.get(i, 0), local.kernels.get(i)
+        return RankOp(p, local.groups, self.masks, dropout, kernel, self.overwrites_logits)
 
     def transitions_of(self, p: PlacedOp, v: Value, transitions: Transitions) -> Transitions:
         """Return the transitions of an argument of a primitive that the runtime performs here.

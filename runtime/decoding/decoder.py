@@ -1,7 +1,7 @@
 """One rank's part of a model that writes text: its pipeline stage, with tensor-parallel shards of the weights.
 
-    state = decoder.begin(prompts, sources)      # all positions of prompts of one length
-    logits = decoder.step(tokens, state)         # one more token of each row
+    logits, state = decoder.prefill(prompts, sources)  # all positions of prompts of one length
+    logits = decoder.step(tokens, state)               # one more token of each row
 
 Every rank calls each with equal arguments. Ranks of the last stage get the logits [rows, vocab], others None.
 """
@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl import DType, Node, Shape
@@ -26,13 +26,14 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.initial_weights import GivenValues, given_weight
 from megaloom.runtime.modules.parameters import fill_shards, node_parameters
 from megaloom.runtime.modules.registry import node_execution
-from megaloom.runtime.reference.tensors import dim_index
+from megaloom.runtime.ops.kv_cache import Rows
+from megaloom.runtime.ops.tensors import dim_index
 
 from .decoding_graph import POSITIONS, DecodingGraph
 from .decoding_node import DecodingNode
-from .kept import Rows
+from .decoding_state import DecodingState
 
-Run = Callable[[DecodingNode, Mapping[str, Tensor], Rows], Tensor]
+Run = Callable[[DecodingNode, Mapping[str, Tensor], DecodingState], Tensor]
 
 
 @frozen(eq=False)
@@ -61,13 +62,13 @@ class Decoder:
         own = graph.nodes[bounds[groups.pp_rank] : bounds[groups.pp_rank + 1]]
         nodes = []
         for n in own:
-            node = DecodingNode.of(n, context, node_execution(n, context), graph.incremental)
+            node = DecodingNode.of(n, context, node_execution(n, context), graph)
             full = node_parameters(n, node.body, lambda slot, i: given_weight(slot, weights, i), groups)
             fill_shards(node.body, full, groups)
             nodes.append(node)
         return cls(graph, bounds, groups, tuple(nodes), DTYPES[precision], last_position)
 
-    def begin(self, tokens: Tensor, source: Tensor | None) -> tuple[Tensor | None, Rows]:
+    def prefill(self, tokens: Tensor, source: Tensor | None) -> tuple[Tensor | None, DecodingState]:
         """Return the logits after prompts [rows, tokens] of one length, and their state.
 
         source: the tokens that an encoder reads, [rows, source tokens]; None without an encoder.
@@ -76,29 +77,29 @@ class Decoder:
         positions = torch.arange(length, device=where).expand(count, length)
         inputs = self._inputs(tokens.to(where), positions)
         lengths = torch.full((count,), length, device=where)
-        rows = Rows(lengths, torch.zeros_like(lengths), length)
+        rows = Rows(lengths, torch.zeros_like(lengths))
         sizes = {"batch": count, self.graph.sequence.name: length}
-        if source is not None:
-            rows.source_lengths = torch.full((count,), source.shape[1], device=where)
-            rows.least_source = source.shape[1]
-            inputs[self.graph.source or ""] = source.to(where)
-            inputs |= {name: torch.zeros_like(inputs[self.graph.source or ""]) for name in self.graph.source_documents}
-            sizes |= dict.fromkeys(self._source_dims(), source.shape[1])
-        return self._run(inputs, sizes, rows, DecodingNode.begin, self.graph.names), rows
+        if source is not None and (name := self.graph.source):
+            rows = evolve(rows, source_lengths=torch.full_like(lengths, source.shape[1]), least_source=source.shape[1])
+            inputs[name] = source.to(where)
+            inputs |= dict.fromkeys(self.graph.source_documents, torch.zeros_like(inputs[name]))
+            sizes |= {d.name: source.shape[1] for d in self._shape(name) if d.name != "batch"}
+        state = DecodingState(rows, length)
+        return self._run(inputs, sizes, state, DecodingNode.prefill, self.graph.names), state
 
-    def step(self, tokens: Tensor, rows: Rows) -> Tensor | None:
+    def step(self, tokens: Tensor, state: DecodingState) -> Tensor | None:
         """Return the logits after one more token of each row, [rows], and add it to their state.
 
         The next step may overwrite the logits.
         """
-        rows.begin_step()
-        return rows.repeated.run(partial(self._step, rows), tokens.to(device.current()))
+        state.begin_step()
+        return state.repeated.run(partial(self._step, state), tokens.to(device.current()))
 
-    def _step(self, rows: Rows, tokens: Tensor) -> Tensor | None:
-        rows.count_position()
-        inputs = self._inputs(tokens[:, None], rows.positions)
+    def _step(self, state: DecodingState, tokens: Tensor) -> Tensor | None:
+        state.rows.count_position()
+        inputs = self._inputs(tokens[:, None], state.rows.positions)
         sizes = {"batch": len(tokens), self.graph.sequence.name: 1}
-        return self._run(inputs, sizes, rows, DecodingNode.step, self.graph.incremental)
+        return self._run(inputs, sizes, state, DecodingNode.step, self.graph.incremental)
 
     def _inputs(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """Return the inputs of the model along the written tokens."""
@@ -106,13 +107,8 @@ class Decoder:
         inputs |= {name: torch.zeros_like(positions) for name in self.graph.documents}
         return inputs | {f"{POSITIONS}{offset}": positions + offset for offset in self.graph.offsets}
 
-    def _source_dims(self) -> list[str]:
-        """Return the names of the dims of an encoder's positions."""
-        node = self.graph.graph.nodes[self.graph.graph.index[self.graph.source or ""]]
-        return [d.name for d in node.shape if d.name != "batch"]
-
     def _run(
-        self, inputs: dict[str, Tensor], sizes: dict[str, int], rows: Rows, run: Run, names: Container[str]
+        self, inputs: dict[str, Tensor], sizes: dict[str, int], state: DecodingState, run: Run, names: Container[str]
     ) -> Tensor | None:
         """Run the nodes of this stage with these names, between a receive and a send."""
         stage, start = self.groups.pp_rank, self.bounds[self.groups.pp_rank]
@@ -124,14 +120,15 @@ class Decoder:
             if i == max(self.last_position, start):
                 values = {name: self._last_position(name, x) for name, x in values.items()}
             if n.node.name in names:
-                values[n.node.name] = run(n, values, rows)
+                values[n.node.name] = run(n, values, state)
             for name in last_reads.get(i, ()):
                 values.pop(name, None)
         if self.groups.is_last_pipeline_rank:
             return self._gathered(self._last_position(self.graph.logits.name, values[self.graph.logits.name]))
         for node in self.graph.live(self.bounds[stage + 1]):
             if node.name in names:
-                dist.send(self._sent(node, values[node.name]), self._neighbour(1), group=self.groups.collection.pp)
+                sent = values[node.name].to(self._dtype(node)).contiguous()
+                dist.send(sent, self._neighbour(1), group=self.groups.collection.pp)
         return None
 
     def _shape(self, name: str) -> Shape:
@@ -161,9 +158,6 @@ class Decoder:
         out = torch.empty(shape, dtype=self._dtype(node), device=device.current())
         dist.recv(out, self._neighbour(-1), group=self.groups.collection.pp)
         return out
-
-    def _sent(self, node: Node, x: Tensor) -> Tensor:
-        return x.to(self._dtype(node)).contiguous()
 
     def _dtype(self, node: Node) -> torch.dtype:
         """Return the type in which a value is sent."""

@@ -6,6 +6,7 @@ such as an encoder, run once. Learned positions become lookups by position ids, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 from attrs import evolve, frozen
@@ -26,12 +27,13 @@ from megaloom.dsl import (
     Weight,
 )
 from megaloom.dsl.dims import BATCH, Dim, Shape
-from megaloom.dsl.facts.primitives import Program
+from megaloom.dsl.facts.primitives import Program, Step, program
 from megaloom.dsl.node import primitives
 from megaloom.dsl.op import Op
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.rewriting import rewritten
 from megaloom.dsl.value import apply
+from megaloom.runtime.ops.registry import check_next_position
 
 POSITIONS = "positions of the rows + "
 """Begin of the names of the inputs of position ids; the offset follows."""
@@ -132,6 +134,45 @@ def _inputs(graph: Graph, nodes: list[Node], sequence: Dim) -> tuple[str, str | 
         raise UserError(f"{graph.name} reads {reads}, so text alone is not enough to generate from it")
     written, read = (tuple(n.name for n in documents if (sequence in n.shape.dims) is along) for along in (True, False))
     return tokens[0].name, sources[0].name if sources else None, written, read
+
+
+def check_decoding(graph: DecodingGraph) -> None:
+    """Raise UserError if a node of the model cannot go on from one position to the next."""
+    for node in graph.nodes:
+        for step in _incremental_steps(graph, node):
+            v = step.value
+            reason = v.op.decoding(v, graph.sequence.name).refusal
+            if not reason and mixes_positions(v, graph.sequence):
+                check_next_position(v.op)
+                reason = "mixes positions inside the copies of a layer" if step.outer else ""
+            if reason:
+                raise UserError(
+                    f"{node.name} of {graph.graph.name} {reason}, so the model cannot write one token after the other\n"
+                    "give the run of a causal decoder, or of an encoder-decoder"
+                )
+
+
+def first_after_mixing(graph: DecodingGraph) -> int:
+    """Return the index of the first node after all that mix positions. From there on, positions are independent."""
+    mixing = (
+        i
+        for i, node in enumerate(graph.nodes)
+        if any(mixes_positions(step.value, graph.sequence) for step in _incremental_steps(graph, node))
+    )
+    return max(mixing, default=-1) + 1
+
+
+def mixes_positions(v: Value, sequence: Dim) -> bool:
+    """Return whether a primitive needs earlier positions, or its own, to go on at the next one."""
+    decoding = v.op.decoding(v, sequence.name)
+    return decoding.state or decoding.position
+
+
+def _incremental_steps(graph: DecodingGraph, node: Node) -> Iterator[Step]:
+    """Yield the primitives of a node that depend on the written tokens."""
+    p = program(node)
+    values = incremental_values(p, tuple(name in graph.incremental for name in node.inputs))
+    return (step for step in p.steps if id(step.value) in values)
 
 
 def incremental_values(p: Program, reads: tuple[bool, ...]) -> frozenset[int]:

@@ -1,32 +1,32 @@
-"""One graph node that goes on position by position: its body on this rank's shards, with what its ops keep."""
+"""One graph node that goes on position by position: its body on this rank's shards, with the states of its ops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from megaloom.dsl import Each, Node, Value, Weight
-from megaloom.dsl.facts.placement import PlacedOp, Transition, Transitions
+from megaloom.dsl import Dim, Each, Node, Value, Weight
+from megaloom.dsl.facts.placement import PlacedOp, Transitions
 from megaloom.dsl.facts.primitives import origin
 from megaloom.planner.contract.capability import AttentionKernel, Core, Execution
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.body.evaluation import Evaluation, LocalProgram
-from megaloom.runtime.body.transitions import perform
 from megaloom.runtime.megatron.build_context import BuildContext
-from megaloom.runtime.reference.tensors import dim_index
+from megaloom.runtime.ops import first_state, local, next_position
+from megaloom.runtime.ops.registry import NextPosition
+from megaloom.runtime.ops.tensors import dim_index
 
-from .decoding_graph import incremental_values
-from .kept import Once, Rows
-from .rules import RULES, RuleStep
+from .decoding_graph import DecodingGraph, incremental_values, mixes_positions
+from .decoding_state import DecodingState, EncoderCache
 
 Reading = tuple[Value, Transitions]
 """A value, and the transitions after which a primitive reads it."""
 Key = int | tuple[int, Transitions]
 """A value by its identity, and the transitions after which it is read, if there are any."""
-Operation = Callable[[dict[Key, Tensor], Rows], None]
+Operation = Callable[[dict[Key, Tensor], DecodingState], None]
 """A function that computes one value of a node at the newest position from others, and adds it to them."""
 
 
@@ -36,20 +36,18 @@ class DecodingNode:
 
     node: Node
     body: Body
+    sequence: Dim  # of the written tokens
     incremental_inputs: frozenset[int]  # by identity of the value, as `incremental`
     incremental: frozenset[int]  # its primitives that depend on the written tokens
 
     @classmethod
-    def of(cls, node: Node, context: BuildContext, execution: Execution, incremental: frozenset[str]) -> DecodingNode:
-        """Return a node whose weights have no values yet.
-
-        incremental: the names of nodes and inputs that depend on the written tokens.
-        """
+    def of(cls, node: Node, context: BuildContext, execution: Execution, graph: DecodingGraph) -> DecodingNode:
+        """Return a node whose weights have no values yet."""
         cores = tuple(_without_compilation(core) for core in execution.cores)
         body = Body(node, context, evolve(execution, cores=cores))
-        reads = tuple(name in incremental for name in node.inputs)
+        reads = tuple(name in graph.incremental for name in node.inputs)
         inputs = frozenset(id(v) for v, depends in zip(body.program.inputs, reads, strict=True) if depends)
-        return cls(node, body, inputs, incremental_values(body.program, reads))
+        return cls(node, body, graph.sequence, inputs, incremental_values(body.program, reads))
 
     @cached_property
     def weights(self) -> dict[int, Tensor]:
@@ -74,31 +72,31 @@ class DecodingNode:
             v = v.body
         return id(v) in self.incremental_inputs | self.incremental
 
-    def begin(self, inputs: Mapping[str, Tensor], rows: Rows) -> Tensor:
-        """Return the output at all positions of a prompt, and add to `rows` what the ops keep."""
+    def prefill(self, inputs: Mapping[str, Tensor], state: DecodingState) -> Tensor:
+        """Return the output at all positions of a prompt, and add the states of the ops to that of the batch."""
         given = {id(v): inputs[name] for v, name in self._inputs}
-        evaluation = _Beginning(self.body.local, {**self.weights, **given}, None, owner=self, rows=rows)
+        evaluation = _Prefill(self.body.local, {**self.weights, **given}, None, owner=self, state=state)
         out = evaluation.run()
         for i, (v, transitions) in enumerate(self.read_once):
             moved = evaluation.transitioned.get((id(origin(v)), transitions))
             x = moved if transitions else evaluation.values.get(id(v))
             if x is not None:
-                rows.kept[self.node.name, i] = _once(v, x)
+                state.caches[self.node.name, i] = _encoder_cache(v, x)
         return out
 
-    def step(self, inputs: Mapping[str, Tensor], rows: Rows) -> Tensor:
-        """Return the output at the newest position, and update in `rows` what the ops keep."""
+    def step(self, inputs: Mapping[str, Tensor], state: DecodingState) -> Tensor:
+        """Return the output at the newest position, and update the states of the ops."""
         operations, output = self.operations
         values = dict(self.placed_weights)
         for v, name in self._inputs:
             if id(v) in self.incremental_inputs:
                 values[id(v)] = inputs[name]
         for i, (v, transitions) in enumerate(self.read_once):
-            kept = rows.kept.get((self.node.name, i))
-            if isinstance(kept, Once):
-                values[(id(origin(v)), transitions) if transitions else id(v)] = kept.values
+            cache = state.caches.get((self.node.name, i))
+            if isinstance(cache, EncoderCache):
+                values[(id(origin(v)), transitions) if transitions else id(v)] = cache.values
         for operation in operations:
-            operation(values, rows)
+            operation(values, state)
         return values[output]
 
     @cached_property
@@ -109,7 +107,7 @@ class DecodingNode:
     @cached_property
     def operations(self) -> tuple[tuple[Operation, ...], Key]:
         """Return the operations of a step, in order, and the key of the output. They are found once for all steps."""
-        return _Operations(self).found()
+        return _Operations(self, Evaluation(self.body.local, {}, None)).found()
 
     @cached_property
     def _inputs(self) -> tuple[tuple[Value, str], ...]:
@@ -118,18 +116,17 @@ class DecodingNode:
 
 
 @define(eq=False)
-class _Beginning(Evaluation):
-    """Evaluation of a node at all positions of prompts, which notes what ops keep."""
+class _Prefill(Evaluation):
+    """Evaluation of a node at all positions of prompts, which notes the states of its ops."""
 
     owner: DecodingNode = field(kw_only=True)
-    rows: Rows = field(kw_only=True)
+    state: DecodingState = field(kw_only=True)
 
     def computed(self, p: PlacedOp, *args: Tensor) -> Tensor:
         """Return the result of a primitive."""
         out, v = super().computed(p, *args), p.step.value
-        rule = RULES.get(type(v.op)) if id(v) in self.owner.incremental else None
-        if rule and (kept := rule.begin(v, args)) is not None:
-            self.rows.kept[self.owner.node.name, id(v)] = kept
+        if id(v) in self.owner.incremental and (state := first_state(v.op, v, args)) is not None:
+            self.state.caches[self.owner.node.name, id(v)] = state
         return out
 
 
@@ -138,33 +135,33 @@ class _Operations:
     """The operations of a node at the newest position, as they are found: primitives, transitions, copies of layers."""
 
     node: DecodingNode
+    evaluation: Evaluation  # without values
     operations: list[Operation] = field(factory=list)
     made: set[Key] = field(factory=set)  # what is given, and what the operations compute
 
     def found(self) -> tuple[tuple[Operation, ...], Key]:
         """Return the operations, and the key of the output."""
-        local, node = self.node.body.local, self.node
+        body, node = self.node.body.local, self.node
         once = {(id(origin(v)), transitions) if transitions else id(v) for v, transitions in node.read_once}
-        self.made |= {*node.weights, *(id(v) for v in local.program.inputs), *once}
-        for p in local.placement.steps:
+        self.made |= {*node.weights, *(id(v) for v in body.program.inputs), *once}
+        for p in body.placement.steps:
             if id(p.step.value) in node.incremental and not p.step.outer:
                 self.add(p)
-        output = self.read(local.program.value, local.placement.output)
+        output = self.read(body.program.value, body.placement.output)
         return tuple(self.operations), output
 
     def add(self, p: PlacedOp) -> None:
         """Add a primitive, after what it reads, and the transitions of its result."""
-        v, groups = p.step.value, self.node.body.groups
-        evaluation = Evaluation(self.node.body.local, {}, None)
-        args = [
-            self.read(a, evaluation.transitions_of(p, a, before)) for a, before in zip(v.args, p.reads, strict=True)
-        ]
-        if rule := RULES.get(type(v.op)):
-            self.operations.append(_by_rule(id(v), rule.advance(p, groups), args, (self.node.node.name, id(v))))
+        v, here = p.step.value, self.evaluation.rank_op(p)
+        reads = ((a, self.evaluation.transitions_of(p, a, before)) for a, before in zip(v.args, p.reads, strict=True))
+        args = [self.read(*reading) for reading in reads]
+        if mixes_positions(v, self.node.sequence):
+            step = next_position(v.op, here)
+            self.operations.append(_from_state(id(v), step, args, (self.node.node.name, id(v))))
         else:
-            self.operations.append(_computed(id(v), evaluation.function(p), args))
+            self.operations.append(_computed(id(v), local(v.op, here), args))
         for t in self.needed(p.result):
-            self.operations.append(_computed(id(v), self.moving(v, t), [id(v)]))
+            self.operations.append(_computed(id(v), partial(self.evaluation.performed, t, v), [id(v)]))
         self.made.add(id(v))
 
     def read(self, v: Value, transitions: Transitions) -> Key:
@@ -178,7 +175,7 @@ class _Operations:
         if key not in self.made:
             self.made.add(key)
             before = self.read(v, transitions[:-1])
-            move = self.moving(v, transitions[-1])
+            move = partial(self.evaluation.performed, transitions[-1], v)
             if isinstance(origin(v).op, Weight):
                 self.node.placed_weights[key] = move(self.node.placed_weights[before]).contiguous()
             else:
@@ -199,26 +196,21 @@ class _Operations:
         """Return the transitions over axes of more than one rank."""
         return tuple(t for t in transitions if self.node.body.groups.of_axis(t.axis).size() > 1)
 
-    def moving(self, v: Value, t: Transition) -> Callable[[Tensor], Tensor]:
-        """Return a transition as a function."""
-        dim = dim_index(v.shape, t.shard.dim) if t.shard else None
-        return lambda x: perform(t, x, dim, self.node.body.groups)
-
 
 def _computed(key: Key, function: Callable[..., Tensor], args: Sequence[Key]) -> Operation:
     """Return the operation of a function of other values."""
 
-    def run(values: dict[Key, Tensor], rows: Rows) -> None:
+    def run(values: dict[Key, Tensor], state: DecodingState) -> None:
         values[key] = function(*map(values.__getitem__, args))
 
     return run
 
 
-def _by_rule(key: Key, step: RuleStep, args: Sequence[Key], kept: tuple[str, int]) -> Operation:
+def _from_state(key: Key, step: NextPosition, args: Sequence[Key], cache: tuple[str, int]) -> Operation:
     """Return the operation of an op that mixes positions."""
 
-    def run(values: dict[Key, Tensor], rows: Rows) -> None:
-        values[key] = step(rows, rows.kept.get(kept), tuple(map(values.__getitem__, args)))
+    def run(values: dict[Key, Tensor], state: DecodingState) -> None:
+        values[key] = step(state.rows, state.caches.get(cache), tuple(map(values.__getitem__, args)))
 
     return run
 
@@ -226,7 +218,7 @@ def _by_rule(key: Key, step: RuleStep, args: Sequence[Key], kept: tuple[str, int
 def _stacked(v: Value, local: LocalProgram) -> Operation:
     """Return the operation of the copies of a layer, such as experts."""
 
-    def run(values: dict[Key, Tensor], rows: Rows) -> None:
+    def run(values: dict[Key, Tensor], state: DecodingState) -> None:
         known = {key: x for key, x in values.items() if isinstance(key, int)}
         moved = {key: x for key, x in values.items() if not isinstance(key, int)}
         values[id(v)] = Evaluation(local, known, None, transitioned=moved).value(v)
@@ -234,11 +226,11 @@ def _stacked(v: Value, local: LocalProgram) -> Operation:
     return run
 
 
-def _once(v: Value, x: Tensor) -> Once:
-    """Return a tensor that is computed once, with its dims of rows and of an encoder's positions."""
+def _encoder_cache(v: Value, x: Tensor) -> EncoderCache:
+    """Return a tensor that no written token changes, with its dims of rows and of an encoder's positions."""
     rows = dim_index(v.shape, "batch") if "batch" in v.shape else None
     other = [i for i, d in enumerate(v.shape) if d.size is None and d.name != "batch"]
-    return Once(x, rows, other[0] if other else None)
+    return EncoderCache(x, rows, other[0] if other else None)
 
 
 def _without_compilation(core: Core) -> Core:

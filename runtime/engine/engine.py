@@ -28,6 +28,7 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups, create_proce
 from megaloom.runtime.modules.initial_weights import GivenValues, adapters_of, check_weights
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import share_between_chunks, share_between_ranks
+from megaloom.runtime.ops.dropout_masks import MaskSource
 from megaloom.runtime.optimizer.fine_tuning import fine_tuning
 from megaloom.runtime.optimizer.parameter_groups import ParameterGroup, zero_frozen_gradients
 from megaloom.runtime.optimizer.recipe import Recipe
@@ -37,7 +38,6 @@ from megaloom.runtime.optimizer.weight_update import (
     first_bad_output,
     update_weights,
 )
-from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .gradients import WeightGradient, gather_gradients

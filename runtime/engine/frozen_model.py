@@ -24,8 +24,8 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups, create_proce
 from megaloom.runtime.modules.initial_weights import GivenValues, check_weights
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import SharedGradients, share_between_chunks
+from megaloom.runtime.ops.dropout_masks import MaskSource
 from megaloom.runtime.optimizer.optimizer import gather_weights
-from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.samples.samples import Sample
 
 from .engine import Engine

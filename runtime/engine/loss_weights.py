@@ -15,7 +15,7 @@ from torch import Tensor
 from megaloom.dsl import Graph, Input, LossSums, Node, Value, Weight
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.node import primitives
-from megaloom.runtime.reference.evaluate import evaluate
+from megaloom.runtime.ops import whole
 
 
 def weight_sums(graph: Graph, names: Iterable[str], batch: dict[str, Tensor]) -> Tensor:
@@ -64,5 +64,5 @@ def _value(v: Value, node: Node, batch: dict[str, Tensor], known: dict[int, Tens
         elif v.body is not None:
             known[id(v)] = _value(v.body, node, batch, known)
         else:
-            known[id(v)] = evaluate(v.op, v, *(_value(a, node, batch, known) for a in v.args))
+            known[id(v)] = whole(v.op, v, *(_value(a, node, batch, known) for a in v.args))
     return known[id(v)]

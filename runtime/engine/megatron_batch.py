@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaloom.dsl import Attend, DocumentIndices, DType, Graph, Node, UserError
 from megaloom.dsl.node import primitives
-from megaloom.runtime.reference.tensors import document_positions
+from megaloom.runtime.ops.tensors import document_positions
 from megaloom.runtime.samples.end_of_document import counts_along, restarts
 
 from .collated_batch import IDS, of_collator

@@ -32,7 +32,7 @@ from megaloom.runtime.megatron.stage_communicator import StageCommunicator
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import SharedGradients
 from megaloom.runtime.modules.stage_boundary import StageBoundary
-from megaloom.runtime.reference.dropout import MaskSource
+from megaloom.runtime.ops.dropout_masks import MaskSource
 from megaloom.runtime.samples.sample_checks import check_sample, stacked
 from megaloom.runtime.samples.samples import Sample
 

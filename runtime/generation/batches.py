@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from megaloom.runtime.decoding.decoder import Decoder
-from megaloom.runtime.decoding.kept import Rows, merged
+from megaloom.runtime.decoding.decoding_state import DecodingState, merged
 from megaloom.runtime.megatron import device
 
 from .chosen import Choice, Chooser, broadcast_choice
@@ -45,7 +45,7 @@ def write_batch(
 
     copies: rows of each prompt. shown: is called on each rank with each choice.
     """
-    logits, rows = begin_batch(decoder, prompts, copies)
+    logits, state = prefill_batch(decoder, prompts, copies)
     count = copies * len(prompts)
     while True:
         choice = None
@@ -58,12 +58,12 @@ def write_batch(
             return
         parents, tokens = zip(*choice.going_on, strict=True)
         if parents != tuple(range(count)):
-            rows = rows.select(torch.tensor(parents, device=device.current()))
+            state = state.select(torch.tensor(parents, device=device.current()))
         count = len(tokens)
-        logits = decoder.step(torch.tensor(tokens), rows)
+        logits = decoder.step(torch.tensor(tokens), state)
 
 
-def begin_batch(decoder: Decoder, prompts: Sequence[Prompt], copies: int) -> tuple[Tensor | None, Rows]:
+def prefill_batch(decoder: Decoder, prompts: Sequence[Prompt], copies: int) -> tuple[Tensor | None, DecodingState]:
     """Return logits and state after the prompts: `copies` consecutive rows for each prompt.
 
     Prompts of equal lengths run together, so that none is padded.
@@ -75,8 +75,8 @@ def begin_batch(decoder: Decoder, prompts: Sequence[Prompt], copies: int) -> tup
     for group in alike.values():
         tokens = torch.tensor([prompts[i].tokens for i in group])
         source = None if prompts[group[0]].source is None else torch.tensor([prompts[i].source for i in group])
-        found.append(decoder.begin(tokens, source))
+        found.append(decoder.prefill(tokens, source))
     order = [i for group in alike.values() for i in group]
     index = torch.tensor([order.index(i) for i in range(len(prompts)) for _ in range(copies)], device=device.current())
     whole = [x for x, _ in found if x is not None]
-    return torch.cat(whole)[index] if whole else None, merged([rows for _, rows in found]).select(index)
+    return torch.cat(whole)[index] if whole else None, merged([state for _, state in found]).select(index)

@@ -24,9 +24,13 @@ from megaloom.runtime.megatron import device
 device.prepare()
 
 from megaloom.runtime.decoding.decoder import Decoder  # noqa: E402 (it imports megatron-core)
-from megaloom.runtime.decoding.decoding_graph import DecodingGraph, decoding_graph  # noqa: E402
-from megaloom.runtime.decoding.mixing import check_decoding, first_after_mixing  # noqa: E402
-from megaloom.runtime.decoding.stages import Load, choose_layout, stage_bounds  # noqa: E402
+from megaloom.runtime.decoding.decoding_graph import (  # noqa: E402
+    DecodingGraph,
+    check_decoding,
+    decoding_graph,
+    first_after_mixing,
+)
+from megaloom.runtime.decoding.decoding_layout import Load, choose_layout, stage_bounds  # noqa: E402
 from megaloom.runtime.megatron.process_groups import create_process_groups  # noqa: E402
 from megaloom.runtime.training.artefact import opened  # noqa: E402
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megaloom.runtime.megatron.fused_loss import compiled
-from megaloom.runtime.reference.dropout import dropout_mask, next_hash
+from megaloom.runtime.ops.dropout_masks import dropout_mask, next_hash
 
 
 def apply_rope(t: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:

@@ -31,7 +31,7 @@ from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.kernels import CoreAttention, zigzag
 from megaloom.runtime.megatron.padded_shards import mark_padded
 from megaloom.runtime.megatron.process_groups import ProcessGroups
-from megaloom.runtime.reference.dropout import MaskSource
+from megaloom.runtime.ops.dropout_masks import MaskSource
 
 from . import fused
 

@@ -32,7 +32,7 @@ from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
-from megaloom.runtime.reference.dropout import MaskSource
+from megaloom.runtime.ops.dropout_masks import MaskSource
 
 from . import registry
 from .layers import HiddenDropout

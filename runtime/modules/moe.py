@@ -19,7 +19,7 @@ from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.body.corrections import Correction
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
-from megaloom.runtime.reference.routing import top_k_experts
+from megaloom.runtime.ops.routing import top_k_experts
 
 from .experts import Experts
 from .layers import LINEARS

@@ -41,7 +41,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import DTYPES, BuildContext
 from megaloom.runtime.megatron.environment import current_capability
 from megaloom.runtime.megatron.kernels import Norm
-from megaloom.runtime.reference.evaluate import UNARY
+from megaloom.runtime.ops.elementwise import UNARY
 
 from . import layers
 from .moe import Mixture

@@ -1,1 +1,1 @@
-"""Plain-torch evaluation of layer bodies: the oracle."""
+"""The oracle: a whole model by its bodies, in plain torch."""

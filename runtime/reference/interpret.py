@@ -28,12 +28,11 @@ from megaloom.dsl import (
     graph,
 )
 from megaloom.dsl.node import primitives
-
-from .attention import attention
-from .balancing import mean_balance
-from .dropout import MaskSource, dropout_rate, dropouts
-from .evaluate import evaluate
-from .tensors import broadcast, dim_index, names
+from megaloom.runtime.ops import whole
+from megaloom.runtime.ops.attention import attention
+from megaloom.runtime.ops.balancing import mean_balance
+from megaloom.runtime.ops.dropout_masks import MaskSource, dropout_rate, dropouts
+from megaloom.runtime.ops.tensors import broadcast, dim_index, names
 
 
 def interpret(
@@ -91,14 +90,14 @@ def _value(v: Value, known: dict[int, Tensor], node: Node, masks: MaskSource | N
             known[id(v)] = _value(v.body, known, node, masks)
         else:
             args = [_value(a, known, node, masks) for a in v.args]
-            known[id(v)] = evaluate(v.op, v, *args) if masks is None else _with_dropout(v, args, node, masks)
+            known[id(v)] = whole(v.op, v, *args) if masks is None else _with_dropout(v, args, node, masks)
     return known[id(v)]
 
 
 def _with_dropout(v: Value, args: list[Tensor], node: Node, masks: MaskSource) -> Tensor:
     """Return the value of a primitive in training: after dropout, if the primitive has one."""
     if not dropout_rate(v.op):
-        return evaluate(v.op, v, *args)
+        return whole(v.op, v, *args)
     (number,) = (i for i, dropout in enumerate(dropouts(node.value)) if dropout is v)
     if isinstance(v.op, Attend):
         return attention(v.op, v, *args, dropped=partial(_drop, masks=masks, rate=v.op.dropout, number=number))

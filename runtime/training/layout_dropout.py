@@ -17,7 +17,7 @@ from megaloom.dsl.rewriting import rewritten
 from megaloom.dsl.value import Value
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.module_kinds import runs_as_module
-from megaloom.runtime.reference.dropout import dropout_rate
+from megaloom.runtime.ops.dropout_masks import dropout_rate
 
 
 def layout_dropout(model: Model, layout: Layout) -> tuple[str, ...]:

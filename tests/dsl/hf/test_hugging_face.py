@@ -39,7 +39,7 @@ from megaloom.dsl.hf.architectures import read as megaloom_read
 from megaloom.dsl.hf.fields import Config
 from megaloom.dsl.hf.state_dict import from_checkpoint, to_checkpoint
 from megaloom.runtime.reference import interpret as oracle
-from megaloom.runtime.reference.interpret import evaluate, interpret
+from megaloom.runtime.reference.interpret import interpret, whole
 from tests.support.models.hugging_face import ORDERS, SMALL, UNUSED, built, drawn, named
 
 
@@ -194,9 +194,9 @@ def test_an_option_left_out_would_show(
     name: str, kind: type[Op], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without(op: Op, out: Value, *args: Tensor) -> Tensor:
-        return evaluate(evolve(op, **changes) if isinstance(op, kind) else op, out, *args)
+        return whole(evolve(op, **changes) if isinstance(op, kind) else op, out, *args)
 
-    monkeypatch.setattr(oracle, "evaluate", without)
+    monkeypatch.setattr(oracle, "whole", without)
     it = saved(name)
     (logits,) = interpret(without_loss(it.model), it.weights(), it.inputs)
     assert (logits - it.logits[0]).abs().max() > 1e-4

@@ -6,13 +6,16 @@ Rows of unequal lengths are written together, repeated and reordered.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from megaloom.dsl import (
+    AlongSequence,
     Attention,
+    Decoding,
     Dim,
     DocumentIndices,
     Embed,
@@ -21,9 +24,11 @@ from megaloom.dsl import (
     NextToken,
     PositionLookup,
     RMSNorm,
+    Shape,
     Shift,
     Unembed,
     Value,
+    WorkKind,
     apply,
     fn,
     graph,
@@ -40,6 +45,10 @@ from megaloom.examples.own_layer import TokenShift
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
+from megaloom.runtime.ops import first_state, next_position, whole
+from megaloom.runtime.ops.kv_cache import FixedState, OpState, Rows
+from megaloom.runtime.ops.local_op import LocalOp
+from megaloom.runtime.ops.registry import NextPosition
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.limits import LIMIT
 from tests.support.parity.families import FAMILIES, VOCAB
@@ -83,8 +92,60 @@ class PositionedAttention(Layer):
         return y >> Attention(heads=self.heads, alibi=True, window=6)
 
 
+@frozen
+class RunningSum(AlongSequence):
+    """An op of the user's own: the sum of all positions so far."""
+
+    work_kind: ClassVar[WorkKind] = WorkKind.MEMORY
+
+    def shape(self, *args: Shape) -> Shape:
+        return args[0]
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return ()
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        return Decoding(state=along == self.along)
+
+
+@whole.register
+def _(op: RunningSum, out: Value, *args: Tensor) -> Tensor:
+    return args[0].cumsum(out.shape.names.index(op.along))
+
+
+@first_state.register
+def _(op: RunningSum, out: Value, args: tuple[Tensor, ...]) -> OpState:
+    return FixedState(args[0].sum(1, keepdim=True))
+
+
+@next_position.register
+def _(op: RunningSum, here: LocalOp) -> NextPosition:
+    def step(rows: Rows, state: OpState | None, args: tuple[Tensor, ...]) -> Tensor:
+        assert isinstance(state, FixedState)
+        state.write(state.values + args[0])
+        return state.values
+
+    return step
+
+
+@frozen
+class Sums(Layer):
+    """A layer of `RunningSum`."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return apply(RunningSum("seq"), fn("tanh", x))
+
+
+def own_op() -> Model:
+    """A model with an op of the user's own, which keeps a state."""
+    wte = weight("wte", Dim("vocab", VOCAB), Dim("embed", 24))
+    blocks = residual(RMSNorm(), Sums()) >> residual(RMSNorm(), Attention(heads=4))
+    return model("own-op", ids() >> Embed(wte) >> repeat(2, blocks) >> Unembed(wte) >> NextToken())
+
+
 OTHERS = {
     "own layers": own_layers,
+    "own op": own_op,
     "packed": lambda: packed(FAMILIES["gpt2"].make(0.0)),
     "packed t5": lambda: packed(FAMILIES["t5"].make(0.0)),
     "packed bart": lambda: packed(FAMILIES["bart"].make(0.0)),
@@ -131,10 +192,9 @@ def differences(cases: list[tuple[str, int, int]]) -> list[Difference]:
 
 def difference(name: str, tp: int, pp: int) -> float | None:
     from megaloom.runtime.decoding.decoder import Decoder
-    from megaloom.runtime.decoding.decoding_graph import decoding_graph
-    from megaloom.runtime.decoding.mixing import check_decoding, first_after_mixing
-    from megaloom.runtime.decoding.stages import generation_layout, stage_bounds
-    from megaloom.runtime.generation.batches import Prompt, begin_batch
+    from megaloom.runtime.decoding.decoding_graph import check_decoding, decoding_graph, first_after_mixing
+    from megaloom.runtime.decoding.decoding_layout import generation_layout, stage_bounds
+    from megaloom.runtime.generation.batches import Prompt, prefill_batch
     from megaloom.runtime.megatron import device
     from megaloom.runtime.megatron.process_groups import create_process_groups
 
@@ -150,7 +210,7 @@ def difference(name: str, tp: int, pp: int) -> float | None:
     prompts = [Prompt(tuple(t), tuple(s) if g.source else None) for t, s in zip(written, sources, strict=True)]
     worst = 0.0
     with torch.no_grad():
-        logits, rows = begin_batch(decoder, prompts, 1)
+        logits, rows = prefill_batch(decoder, prompts, 1)
         for step in range(STEPS):
             if logits is not None:
                 expected = torch.stack([oracle(m, weights, t, s) for t, s in zip(written, sources, strict=True)])
@@ -179,6 +239,7 @@ LAYOUTS = [
     ("t5", 1, 4),
     ("bloom", 4, 1),
     ("own layers", 2, 2),
+    ("own op", 2, 2),
     ("adapters", 2, 2),
 ]
 

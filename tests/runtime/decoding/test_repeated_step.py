@@ -91,7 +91,8 @@ def repeated(names: tuple[str, ...]) -> list[Repeated]:
     """On the rank: write tokens of each family by captured steps."""
     from megatron.core import parallel_state
 
-    from megaloom.runtime.decoding import kept, repeated_step
+    from megaloom.runtime.decoding import decoding_state
+    from megaloom.runtime.ops import kv_cache
 
     warn = Warn()
     active = []
@@ -104,9 +105,9 @@ def repeated(names: tuple[str, ...]) -> list[Repeated]:
 
     out = []
     with (
-        patch.object(repeated_step, "device", SimpleNamespace(gpu_count=lambda: 1)),
-        patch.object(repeated_step, "STEPS_BEFORE", 1),
-        patch.object(kept, "BLOCK_COLUMNS", 5),
+        patch.object(decoding_state, "device", SimpleNamespace(gpu_count=lambda: 1)),
+        patch.object(decoding_state, "STEPS_BEFORE", 1),
+        patch.object(kv_cache, "BLOCK_COLUMNS", 5),
         patch.object(test_decoder, "STEPS", 9),
         patch.object(torch.cuda, "CUDAGraph", StandIn),
         patch.object(torch.cuda, "graph", Capture),

@@ -368,7 +368,7 @@ def test_an_op_of_ones_own_says_how_to_join() -> None:
             return ()
 
     x = given("x", BATCH, EMBED)
-    with pytest.raises(UserError, match=r"no evaluation of the op Mystery: write one .* @evaluate.register"):
+    with pytest.raises(UserError, match=r"the op Mystery has no function `whole`\n(.|\n)*@whole.register"):
         interpret(model("m", apply(Mystery(), x)), {}, {"x": r(B, D)})
 
 

@@ -31,7 +31,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.token_ids import BYTE_IDS
 from megaloom.runtime.engine.megatron_batch import as_inputs, as_sample
 from megaloom.runtime.megatron import device
-from megaloom.runtime.reference.tensors import document_positions
+from megaloom.runtime.ops.tensors import document_positions
 from megaloom.runtime.samples.end_of_document import EndOfDocument
 from megaloom.runtime.samples.samples import SampleMaker
 from tests.support.models.small import tiny_bert, tiny_gpt, tiny_llama, tiny_pair

@@ -17,7 +17,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
-from megaloom.runtime.reference.dropout import MaskSource
+from megaloom.runtime.ops.dropout_masks import MaskSource
 from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
 from megaloom.runtime.training.layout_dropout import layout_dropout, without_dropout
@@ -153,7 +153,7 @@ def test_masks_have_the_rate_and_no_pattern(rate: float) -> None:
 
 def test_a_mask_is_the_published_hash() -> None:
     """The outputs of splitmix64 from state 0, as its authors' code gives them (prng.di.unimi.it/splitmix64.c)."""
-    from megaloom.runtime.reference.dropout import next_hash
+    from megaloom.runtime.ops.dropout_masks import next_hash
 
     hashes = [int(next_hash(torch.tensor(0), torch.tensor(i))) % 2**64 for i in range(3)]
     assert hashes == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]

@@ -51,15 +51,15 @@ def padded_training() -> Iterator[None]:
 @contextmanager
 def padding_in_sums() -> Iterator[None]:
     """Add up the padding of a dim whose axis has one device."""
-    from megaloom.runtime.body import local_ops
+    from megaloom.runtime.ops import products
 
-    right = local_ops._without_padding
+    right = products._without_padding
 
-    def without(step: Any, v: Any, over: Any, groups: Any, *args: Any) -> Any:
-        degrees = (groups.layout.degrees.get(step.axes.get(d, ""), 1) for d in over)
-        return right(step, v, over, groups, *args) if max(degrees) > 1 else local_ops.evaluate(v.op, v, *args)
+    def without(here: Any, over: Any, *args: Any) -> Any:
+        degrees = (here.groups.layout.degrees.get(here.axis(d), 1) for d in over)
+        return right(here, over, *args) if max(degrees) > 1 else products.whole(here.out.op, here.out, *args)
 
-    with patch.object(local_ops, "_without_padding", without):
+    with patch.object(products, "_without_padding", without):
         yield
 
 
@@ -121,14 +121,14 @@ def one_kind_of_experts() -> Iterator[None]:
 @contextmanager
 def unlike_products() -> Iterator[None]:
     """Multiply tensors of 32 and of 16 bits as they are."""
-    from megaloom.runtime.reference import evaluate
+    from megaloom.runtime.ops import products
 
-    right = evaluate.product
+    right = products.product
 
     def product(x: Any, x_dims: Any, y: Any, y_dims: Any, out: Any) -> Any:
         return x @ y if x.dtype is not y.dtype else right(x, x_dims, y, y_dims, out)
 
-    with patch.object(evaluate, "product", product):
+    with patch.object(products, "product", product):
         yield
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megaloom.dsl import Model, MoE, Slot, graph, model
 from megaloom.runtime.modules.initial_weights import initial_weight
+from megaloom.runtime.ops.dropout_masks import MaskSource
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.parity.torch_twins import Twin
 

@@ -18,11 +18,11 @@ from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.planner.contract.attention_blocks import query_blocks
 from megaloom.planner.contract.capability import AttentionKernel
 from megaloom.runtime.megatron.fused_attention import fused_attention
-from megaloom.runtime.reference.attention_scores import alibi_slopes, finish_scores
-from megaloom.runtime.reference.dropout import MaskSource
-from megaloom.runtime.reference.tensors import broadcast
 
-from .flex import Documents, attend_by_flex
+from .attention_scores import alibi_slopes, finish_scores
+from .dropout_masks import MaskSource
+from .flex_attention import Documents, attend_by_flex
+from .tensors import broadcast
 
 
 @frozen

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megaloom.dsl import Conv, Value
 from megaloom.runtime.megatron.fused_loss import compiled
-from megaloom.runtime.reference.tensors import broadcast
+
+from .tensors import broadcast
 
 
 def convolve(out: Value, x: Tensor, kernel: Tensor) -> Tensor:

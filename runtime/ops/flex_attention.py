@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from megaloom.dsl import Attend
 from megaloom.planner.contract.attention_blocks import visible_keys
 from megaloom.runtime.megatron import device
-from megaloom.runtime.reference.attention_scores import bucket_indices
+
+from .attention_scores import bucket_indices
 
 MASK_BLOCK = 128  # queries and keys of a block of the mask
 # For fewer than 128 queries torch takes a kernel of decoding, which refuses masks of the chunks of context parallelism.

@@ -15,7 +15,7 @@ from megaloom.dsl.facts.primitives import program, separate_ops
 from megaloom.dsl.facts.separate_ops import traffic
 from megaloom.planner.contract.capability import SCAN_CHUNK, ScanKernel
 from megaloom.planner.cost.core_kernels import SCAN_TRAFFIC
-from megaloom.runtime.body.scan import scan_chunks
+from megaloom.runtime.ops.chunked_scan import scan_chunks
 
 BATCH, CHUNKS, HEADS, CHANNELS, GROUPS, STATE = 2, 4, 12, 40, 2, 48
 

@@ -13,7 +13,7 @@ from megaloom.dsl.errors import ShapeError
 from megaloom.dsl.facts.primitives import program, separate_ops
 from megaloom.dsl.facts.separate_ops import traffic
 from megaloom.dsl.value import COMPARISONS, FUNCTIONS, UNARY
-from megaloom.runtime.reference.evaluate import evaluate
+from megaloom.runtime.ops import whole
 
 DIMS = Dim("rows", 8), Dim("columns", 16)
 X, Y = (Value(Input(name), (), Shape(DIMS)) for name in "xy")
@@ -29,17 +29,17 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
 def test_functions_of_two_arguments(name: str) -> None:
     x, y = drawn()
     out = fn(name, X, Y)
-    assert torch.equal(evaluate(out.op, out, x, y), CHOICES[name](x, y))
+    assert torch.equal(whole(out.op, out, x, y), CHOICES[name](x, y))
 
 
 def test_operators_compare_and_where_chooses() -> None:
     x, y = drawn()
     for out, right in ((X < Y, x < y), (X <= Y, x <= y), (X > Y, x > y), (X >= Y, x >= y)):
         assert out.dtype is DType.MASK
-        assert torch.equal(evaluate(out.op, out, x, y), right)
+        assert torch.equal(whole(out.op, out, x, y), right)
     condition = X > Y
     chosen = fn("where", condition, X, Y)
-    assert torch.equal(evaluate(chosen.op, chosen, x > y, x, y), torch.maximum(x, y))
+    assert torch.equal(whole(chosen.op, chosen, x > y, x, y), torch.maximum(x, y))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -59,7 +59,7 @@ def test_every_function_is_evaluated() -> None:
         args = {"where": (x > y, x, y)}.get(name, (x,) if name in UNARY else (x, y))
         values = {"where": (X > Y, X, Y)}.get(name, (X,) if name in UNARY else (X, Y))
         out = fn(name, *values)
-        result = evaluate(out.op, out, *args)
+        result = whole(out.op, out, *args)
         assert result.shape == (8, 16), name
         assert (result.dtype is torch.bool) is (name in COMPARISONS), name
 

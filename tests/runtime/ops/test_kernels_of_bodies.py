@@ -12,9 +12,9 @@ from megaloom.dsl import Attend, Dim, DType, Input, RelativeBuckets, Scan, Shape
 from megaloom.planner.contract import attention_blocks, capability
 from megaloom.planner.contract.attention_blocks import local_ranges
 from megaloom.planner.contract.capability import AttentionKernel
-from megaloom.runtime.body.attention import LocalQueries, attend
-from megaloom.runtime.body.scan import chunked_scan
-from megaloom.runtime.reference.evaluate import evaluate
+from megaloom.runtime.ops import whole
+from megaloom.runtime.ops.attention_kernels import LocalQueries, attend
+from megaloom.runtime.ops.chunked_scan import chunked_scan
 
 BATCH, SEQ, HEADS, CHANNELS = 2, 24, 6, 8
 OPS = {
@@ -87,7 +87,7 @@ def test_attention_by_blocks(name: str, kv_heads: int, block: int, monkeypatch: 
     out, args = attention(OPS[name], kv_heads, 5)
     local = LocalQueries((range(SEQ),), 0, HEADS)
     found = gradients(attend(AttentionKernel.BLOCKS, out, *args, local=local), args)
-    for a, b in zip(found, gradients(evaluate(out.op, out, *args), args), strict=True):
+    for a, b in zip(found, gradients(whole(out.op, out, *args), args), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -99,7 +99,7 @@ def test_shards_of_queries_and_heads(name: str, kernel: AttentionKernel) -> None
     if kernel is AttentionKernel.TORCH and name not in PLAIN:
         return
     out, args = attention(op, HEADS, CHANNELS)
-    expected, pieces = evaluate(out.op, out, *args), []
+    expected, pieces = whole(out.op, out, *args), []
     for rank in (0, 1):
         ranges = local_ranges(SEQ // 2, 2, rank)
         rows = torch.cat([torch.arange(SEQ)[at.start : at.stop] for at in ranges])
@@ -123,7 +123,7 @@ def test_attention_to_other_positions() -> None:
     local = LocalQueries((range(SEQ),), 0, HEADS)
     for kernel in (AttentionKernel.BLOCKS, AttentionKernel.TORCH):
         found = gradients(attend(kernel, out, *args, local=local), args)
-        for a, b in zip(found, gradients(evaluate(out.op, out, *args), args), strict=True):
+        for a, b in zip(found, gradients(whole(out.op, out, *args), args), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_attention_saves_no_scores(name: str) -> None:
 def test_flex_attention_forward(name: str) -> None:
     """On CPUs it has no backward pass; benchmarks/attention.py compares gradients on a GPU."""
     out, args = attention(OPS[name], 2, CHANNELS)
-    expected = evaluate(out.op, out, *args)
+    expected = whole(out.op, out, *args)
     with torch.no_grad():
         for ranges in ((range(SEQ),), *(local_ranges(SEQ // 2, 2, rank) for rank in (0, 1))):
             rows = torch.cat([torch.arange(SEQ)[at.start : at.stop] for at in ranges])
@@ -170,5 +170,5 @@ def test_scan_in_chunks(groups: int, chunk: int, monkeypatch: pytest.MonkeyPatch
     x, dt, a, b, c = (torch.randn([d.known for d in shape]) for shape in shapes)
     args = [t.requires_grad_() for t in (x, dt.abs(), -a.abs(), b, c)]
     found = gradients(chunked_scan(out, *args), args)
-    for mine, theirs in zip(found, gradients(evaluate(out.op, out, *args), args), strict=True):
+    for mine, theirs in zip(found, gradients(whole(out.op, out, *args), args), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

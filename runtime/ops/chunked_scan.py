@@ -14,7 +14,8 @@ from torch import Tensor
 from megaloom.dsl import Scan, Value
 from megaloom.planner.contract import capability
 from megaloom.runtime.megatron.fused_loss import compiled
-from megaloom.runtime.reference.tensors import broadcast
+
+from .tensors import broadcast
 
 
 def chunked_scan(out: Value, *args: Tensor) -> Tensor:

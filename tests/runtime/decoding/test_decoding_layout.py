@@ -11,9 +11,9 @@ from megaloom.dsl import UserError, graph
 from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision
-from megaloom.runtime.decoding import stages
+from megaloom.runtime.decoding import decoding_layout
 from megaloom.runtime.decoding.decoding_graph import DecodingGraph, decoding_graph
-from megaloom.runtime.decoding.stages import (
+from megaloom.runtime.decoding.decoding_layout import (
     Load,
     choose_layout,
     generation_layout,
@@ -33,8 +33,8 @@ def model(name: str) -> DecodingGraph:
 def gpus(count: int, name: str = "NVIDIA H100 80GB HBM3") -> Iterator[None]:
     """Pretend that this machine has GPUs."""
     with (
-        mock.patch.object(stages.device, "gpu_count", return_value=count),
-        mock.patch.object(stages.device, "gpu_name", return_value=name),
+        mock.patch.object(decoding_layout.device, "gpu_count", return_value=count),
+        mock.patch.object(decoding_layout.device, "gpu_name", return_value=name),
     ):
         yield
 

@@ -100,13 +100,13 @@ def weight_elements(node: Node, split: Split) -> int:
 def stage_nbytes(graph: DecodingGraph, layout: Layout, load: Load, precision: Precision) -> int:
     """Return the bytes of weights, keys and values of the stage that has the most."""
     split, bounds = layout.split, stage_bounds(graph, layout)
-    each = [weight_elements(n, split) + _kept_elements(n, split, load) for n in graph.nodes]
+    each = [weight_elements(n, split) + _cache_elements(n, split, load) for n in graph.nodes]
     stages = pairwise(bounds)
     return precision.nbytes * max(sum(each[start:stop]) for start, stop in stages)
 
 
-def _kept_elements(node: Node, split: Split, load: Load) -> int:
-    """Return the elements of keys and values on one device."""
+def _cache_elements(node: Node, split: Split, load: Load) -> int:
+    """Return the elements of KV caches on one device."""
     p = fitted(program(node), split, SHARED_BY_HEADS)
     keys = [a.shape for s in p.steps if isinstance(s.value.op, Attend) for a in s.value.args[1:3]]
     sizes = Sizes({d.name: load.positions for shape in keys for d in shape if d.size is None}) | {"batch": load.rows}
