@@ -12,6 +12,7 @@ from megaloom.dsl.facts.work import Work
 from megaloom.dsl.hf.architectures import read
 from megaloom.dsl.hf.lora_targets import lora
 from megaloom.dsl.layers.attention import Attention, CrossAttention
+from megaloom.dsl.layers.delta_net import GatedDeltaNet
 from megaloom.dsl.layers.embeddings import Embed, PatchEmbed, Positions, Unembed
 from megaloom.dsl.layers.latent_attention import MLA
 from megaloom.dsl.layers.linear import Activation, Dropout, Linear, Scale, Softcap
@@ -31,6 +32,7 @@ from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.layers.multi_token_prediction import Join
 from megaloom.dsl.layers.norms import LayerNorm, RMSNorm
 from megaloom.dsl.ops.attention_core import Attend, RelativeBuckets
+from megaloom.dsl.ops.delta_rule import DeltaRule
 from megaloom.dsl.ops.documents import DocumentIndices, DocumentPositions, documents
 from megaloom.dsl.ops.dot import Dot, dot
 from megaloom.dsl.ops.loss import CrossEntropy, Equals, LogSumExp, LossSums, StackLosses, Sum, is_loss, loss_sums
@@ -128,6 +130,7 @@ __all__ = [
     "CrossEntropy",
     "DType",
     "Decoding",
+    "DeltaRule",
     "Dim",
     "DocumentIndices",
     "DocumentPositions",
@@ -141,6 +144,7 @@ __all__ = [
     "Extents",
     "Flops",
     "Gate",
+    "GatedDeltaNet",
     "GeGLU",
     "Given",
     "Graph",

@@ -121,10 +121,10 @@ def sparse_config(c: Config, name: str) -> Model:
         balance_over="batch",  # Qwen3, arXiv:2505.09388, section 2
         normalize=c.flag("norm_topk_prob", False),
     )
-    return _read(c, name, moe, head_dim=None, dense=_dense(c))  # head_dim: embed / heads if the config has none
+    return _read(c, name, moe, head_dim=None, dense=dense_layers(c))  # head_dim: embed / heads if the config has none
 
 
-def _dense(c: Config) -> dict[int, Layer]:
+def dense_layers(c: Config) -> dict[int, Layer]:
     """Return the layers without experts: those listed, and all but every `decoder_sparse_step`-th."""
     c.ignore("intermediate_size")  # of these layers; unused if there are none
     layers, step = range(c.layers("num_hidden_layers")), c.whole("decoder_sparse_step", 1)

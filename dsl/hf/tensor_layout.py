@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isqrt, prod
+from types import MappingProxyType
 
 from attrs import frozen
 
@@ -11,7 +12,7 @@ from megaloom.dsl.dims import Dim
 from megaloom.dsl.graph import Model
 from megaloom.dsl.node import Slot
 
-from .tensor_names import JOIN, Axes, Names, Square, Tensor, axis_parts, checkpoint_tensors
+from .tensor_names import JOIN, Axes, GroupsOf, Names, Square, Tensor, axis_parts, checkpoint_tensors
 
 
 @frozen
@@ -57,7 +58,8 @@ def stored_tensors(names: Names, model: Model) -> Iterator[StoredTensor]:
     """Yield all tensors of a checkpoint of this model. Raises UserError for a weight that no tensor holds."""
     for t in checkpoint_tensors(names, model):
         indexed = next((d for d in t.slots[0].dims if f"{{{d.name}}}" in t.name), None)
-        layouts = tuple(weight_layout(t.axes, s, indexed) for s in t.slots)
+        sizes = {d.name: d.known for s in t.slots for d in s.dims}
+        layouts = tuple(weight_layout(t.axes, s, indexed, sizes) for s in t.slots)
         for index, name in _indexed_names(t, indexed):
             yield StoredTensor(name, t.slots, layouts, index)
 
@@ -71,24 +73,36 @@ def _indexed_names(t: Tensor, indexed: Dim | None) -> Iterator[tuple[tuple[Dim, 
         yield from (((indexed, i), name) for i, name in enumerate(names))
 
 
-def weight_layout(axes: Axes, slot: Slot, indexed: Dim | None) -> WeightLayout:
-    """Return the layout of a weight in a tensor with these axes. indexed: a dim that has one tensor per index."""
+def weight_layout(
+    axes: Axes, slot: Slot, indexed: Dim | None, sizes_of_tensor: Mapping[str, int] = MappingProxyType({})
+) -> WeightLayout:
+    """Return the layout of a weight in a tensor with these axes.
+
+    indexed: a dim that has one tensor per index. sizes_of_tensor: sizes of the dims of all weights of the tensor.
+    """
     dims = [d for d in slot.dims if d != indexed]
-    named = [part for axis in axes for part in axis_parts(axis)]
+    held = {d.name for d in dims}
+    named = [p.groups if isinstance(p, GroupsOf) else p for axis in axes for p in axis_parts(axis)]
     rest = [d.name for d in dims if d.name not in named]
     sizes: list[int] = []
     order: list[str] = []
     joined = None
     for axis in axes:
-        size = 1
+        size = apart = 1  # apart: groups of a dim's indices, which the part before the mark counts
         for part in axis_parts(axis):
             if part is JOIN:
                 sizes.append(size)
                 joined, size = len(sizes), 1
+            elif isinstance(part, GroupsOf) and part.groups not in held:
+                apart = size = sizes_of_tensor[part.groups]
+            elif isinstance(part, GroupsOf):
+                order.append(part.groups)
+                size *= sizes_of_tensor[part.groups]
             elif part != 1:
                 group = rest if part is ... else [str(part)]
                 order += group
                 size *= prod(d.known for d in dims if d.name in group)
+        size //= apart
         side = isqrt(size // axis.channels) if isinstance(axis, Square) else 0
         sizes += [axis.channels, side, side] if isinstance(axis, Square) else [size]
     names = [d.name for d in dims]

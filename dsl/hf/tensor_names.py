@@ -41,7 +41,15 @@ class Square:
     channels: int
 
 
-Part: TypeAlias = str | int | EllipsisType | Mark
+@frozen
+class GroupsOf:
+    """The dim `groups`, or for a weight that has `members` instead, as many equal parts of these, in their order."""
+
+    groups: str
+    members: str
+
+
+Part: TypeAlias = str | int | EllipsisType | Mark | GroupsOf
 Axes: TypeAlias = tuple[Part | Square | tuple[Part, ...], ...]
 
 

@@ -10,7 +10,7 @@ from megaloom.dsl.layer import Layer, is_layer
 from megaloom.dsl.ops.attention_core import Attend, RelativeBuckets
 from megaloom.dsl.ops.rope import Rope, int_if_whole
 from megaloom.dsl.ops.weight import weight
-from megaloom.dsl.value import Value, apply
+from megaloom.dsl.value import Value, apply, fn
 
 from .linear import check_probability, project
 
@@ -22,7 +22,8 @@ class Attention(Layer):
     head_dim: None is embed / heads. rope: the base of rotary positions, or a `Rope`; None is no rotation. bias: of all
     four projections. qkv_bias: of queries, keys and values only. qk_norm: a norm over head_dim, applied to queries and
     keys before the rotation. table: T5's learned biases by distance, [buckets heads]; layers that get one table share
-    it. relative: the buckets of `table`. dropout: of the probabilities. The other fields are those of `Attend`.
+    it. relative: the buckets of `table`. dropout: of the probabilities. gated: each head's output is multiplied by the
+    sigmoid of a projection of x (Qiu et al., arXiv:2505.06708). The other fields are those of `Attend`.
 
     With the side input `documents`, a token reads tokens of its own document only.
     """
@@ -43,6 +44,7 @@ class Attention(Layer):
     qk_norm: Layer | None = field(default=None, validator=is_layer)
     relative: RelativeBuckets | None = None
     table: Value | None = None
+    gated: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_probability("attention dropout", self.dropout)
@@ -87,6 +89,8 @@ class Attention(Layer):
         sinks = [weight("sinks", h)] if self.sink else []
         others = [*sinks, *([] if self.table is None else [self.table]), *documents]
         o = apply(evolve(self.core, documents=bool(documents)), q, k, v, *others)
+        if self.gated:
+            o = o * fn("sigmoid", project("gate", x, h, c, bias=biased))
         return project("o", o, e, over=("heads", "head_dim"), bias=self.bias)
 
 

@@ -103,7 +103,7 @@ def _is_megatron_attention(op: Op, split: Split) -> bool:
     """True if megatron-core's SelfAttention computes the layer."""
     if not isinstance(op, Attention):
         return False
-    plain_core = op.core == Attend(causal=op.causal, dropout=op.dropout)  # no window, softcap, ALiBi, sink or bias
+    plain_core = not op.gated and op.core == Attend(causal=op.causal, dropout=op.dropout)  # no window, softcap, sink, …
     plain_rope = not isinstance(op.rope, Rope) or op.rope.magnitude == 1.0
     return plain_core and plain_rope and (op.qk_norm is None or _is_plain_norm(op.qk_norm))
 

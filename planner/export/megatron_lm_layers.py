@@ -29,7 +29,7 @@ from .option import Option, option
 from .target import Target, refuse
 
 DenseFeedForward = MLP | SwiGLU | GeGLU
-_NO_OPTION = ("softcap", "alibi", "relative")  # fields of attention without an option
+_NO_OPTION = ("softcap", "alibi", "relative", "gated")  # fields of attention without an option
 
 
 def attention_options(m: DecoderModel, target: Target) -> Iterator[Option]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from megaloom.dsl import MLA, MLP, Attention, Graph, Mamba2, Model, MoE, SwiGLU, graph
+from megaloom.dsl import MLA, MLP, Attention, GatedDeltaNet, Graph, Mamba2, Model, MoE, Rope, SwiGLU, graph
 from megaloom.examples.bart import bart
 from megaloom.examples.bert import bert
 from megaloom.examples.bloom import bloom
@@ -27,6 +27,7 @@ from megaloom.examples.nemotron import nemotron
 from megaloom.examples.nemotron_h import nemotron_h
 from megaloom.examples.qwen2 import qwen2
 from megaloom.examples.qwen3 import qwen3
+from megaloom.examples.qwen3_next import FULL, LINEAR, experts, gated_attention, qwen3_next
 from megaloom.examples.starcoder import starcoder
 from megaloom.examples.t5 import t5
 from megaloom.examples.vit import vit
@@ -122,6 +123,18 @@ FAMILIES: dict[str, Family] = {
             mamba=Mamba2(heads=6, head_dim=8, state=12, groups=2, norm_groups=2),
             attention=Attention(heads=6, kv_heads=2, head_dim=8),
             mlp=MLP(80, "relu2"),
+            vocab=VOCAB,
+        ),
+        0.8,
+    ),
+    "qwen3-next": Family(
+        lambda p: qwen3_next(
+            "qwen3-next",
+            (LINEAR, FULL, LINEAR),
+            48,
+            attention=gated_attention(6, 2, 16, Rope(10_000.0, channels=4), dropout=p),
+            delta_net=GatedDeltaNet(heads=6, head_dim=8, groups=2, state=12),
+            ff=experts(40, 8, 2, 24, balance=0.01),
             vocab=VOCAB,
         ),
         0.8,

@@ -20,7 +20,20 @@ from megaloom.dsl import Model
 HF = "transformers:"  # before the name of a config in tests/configs/small
 NAMES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral", "gemma2", "gemma3", "deepseek-v2"),
-    *("deepseek-v3", "mamba2", "nemotron-h", "nemotron", "gpt2", "bloom", "starcoder", "bert", "t5", "bart", "vit"),
+    *(
+        "deepseek-v3",
+        "mamba2",
+        "nemotron-h",
+        "qwen3-next",
+        "nemotron",
+        "gpt2",
+        "bloom",
+        "starcoder",
+        "bert",
+        "t5",
+        "bart",
+        "vit",
+    ),
 )
 _GPT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 WITHOUT_DROPOUT: dict[str, dict[str, float]] = {
