@@ -15,7 +15,7 @@ from megaloom.dsl.layers.attention import Attention, CrossAttention
 from megaloom.dsl.layers.delta_net import GatedDeltaNet
 from megaloom.dsl.layers.embeddings import Embed, PatchEmbed, Positions, Unembed
 from megaloom.dsl.layers.latent_attention import MLA
-from megaloom.dsl.layers.linear import Activation, Dropout, Linear, Scale, Softcap
+from megaloom.dsl.layers.linear import Activation, Dropout, Linear, Scale, SigmoidGated, Softcap
 from megaloom.dsl.layers.losses import (
     Classification,
     MaskedToken,
@@ -195,6 +195,7 @@ __all__ = [
     "ShapeError",
     "Sharded",
     "Shift",
+    "SigmoidGated",
     "Sizes",
     "Slice",
     "Slot",

@@ -1,9 +1,6 @@
 """Qwen3-Next (Qwen team, 2025): three layers of Gated DeltaNet for each of gated attention, and 512 small experts."""
 
 from itertools import groupby
-from typing import ClassVar
-
-from attrs import frozen
 
 from megaloom.dsl import (
     Attention,
@@ -16,12 +13,9 @@ from megaloom.dsl import (
     NextToken,
     RMSNorm,
     Rope,
-    Sharded,
+    SigmoidGated,
     SwiGLU,
     Unembed,
-    Value,
-    dot,
-    fn,
     ids,
     model,
     repeat,
@@ -36,17 +30,6 @@ from .qwen3 import EXPERTS, dense_layers
 
 LINEAR, FULL = "linear_attention", "full_attention"  # Hugging Face's words
 EACH = 4  # layers in a pattern: three linear ones and a full one
-
-
-@frozen
-class SigmoidGated(Layer):
-    """A layer whose output is multiplied by the sigmoid of one number for each token, a projection of x."""
-
-    inner: Layer
-    splits: ClassVar[dict[str, str | Sharded]] = {}
-
-    def body(self, x: Value, /, **side: Value) -> Value:
-        return self.inner(x) * fn("sigmoid", dot(x, weight("gate_of_token", x["embed"]), "embed"))
 
 
 def usual_kinds(layers: int, each: int = EACH) -> tuple[str, ...]:
@@ -129,7 +112,7 @@ LAYER = {
     "linear_attn.A_log": flat("gated_delta_net.0.a_log"),
     "linear_attn.norm.weight": flat("gated_delta_net.0.scale"),
     "linear_attn.out_proj.weight": rows("gated_delta_net.0.o"),
-    "mlp.shared_expert_gate.weight": Stored(("moe.0.shared.gate_of_token",), (1, "embed")),
+    "mlp.shared_expert_gate.weight": Stored(("moe.0.shared.token_gate",), (1, "embed")),
     "mlp.shared_expert.gate_proj.weight": columns("moe.0.shared.gate"),
     "mlp.shared_expert.up_proj.weight": columns("moe.0.shared.up"),
     "mlp.shared_expert.down_proj.weight": rows("moe.0.shared.down"),

@@ -56,12 +56,20 @@ class StoredTensor:
 
 def stored_tensors(names: Names, model: Model) -> Iterator[StoredTensor]:
     """Yield all tensors of a checkpoint of this model. Raises UserError for a weight that no tensor holds."""
-    for t in checkpoint_tensors(names, model):
+    tensors = checkpoint_tensors(names, model)
+    sizes: dict[str, dict[str, int]] = {}  # of the dims of all weights of a layer
+    for s in (s for t in tensors for s in t.slots):
+        sizes.setdefault(_layer(s), {}).update((d.name, d.known) for d in s.dims)
+    for t in tensors:
         indexed = next((d for d in t.slots[0].dims if f"{{{d.name}}}" in t.name), None)
-        sizes = {d.name: d.known for s in t.slots for d in s.dims}
-        layouts = tuple(weight_layout(t.axes, s, indexed, sizes) for s in t.slots)
+        layouts = tuple(weight_layout(t.axes, s, indexed, sizes[_layer(s)]) for s in t.slots)
         for index, name in _indexed_names(t, indexed):
             yield StoredTensor(name, t.slots, layouts, index)
+
+
+def _layer(slot: Slot) -> str:
+    """Return the name of the layer that has a weight."""
+    return slot.name.rpartition(".")[0]
 
 
 def _indexed_names(t: Tensor, indexed: Dim | None) -> Iterator[tuple[tuple[Dim, int] | None, str]]:
@@ -74,11 +82,11 @@ def _indexed_names(t: Tensor, indexed: Dim | None) -> Iterator[tuple[tuple[Dim, 
 
 
 def weight_layout(
-    axes: Axes, slot: Slot, indexed: Dim | None, sizes_of_tensor: Mapping[str, int] = MappingProxyType({})
+    axes: Axes, slot: Slot, indexed: Dim | None, sizes_of_layer: Mapping[str, int] = MappingProxyType({})
 ) -> WeightLayout:
     """Return the layout of a weight in a tensor with these axes.
 
-    indexed: a dim that has one tensor per index. sizes_of_tensor: sizes of the dims of all weights of the tensor.
+    indexed: a dim that has one tensor per index. sizes_of_layer: sizes of the dims of all weights of the layer.
     """
     dims = [d for d in slot.dims if d != indexed]
     held = {d.name for d in dims}
@@ -94,10 +102,10 @@ def weight_layout(
                 sizes.append(size)
                 joined, size = len(sizes), 1
             elif isinstance(part, GroupsOf) and part.groups not in held:
-                apart = size = sizes_of_tensor[part.groups]
+                apart = size = sizes_of_layer[part.groups]
             elif isinstance(part, GroupsOf):
                 order.append(part.groups)
-                size *= sizes_of_tensor[part.groups]
+                size *= sizes_of_layer[part.groups]
             elif part != 1:
                 group = rest if part is ... else [str(part)]
                 order += group

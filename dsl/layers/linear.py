@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import field, frozen
 
 from megaloom.dsl.dims import Dim
 from megaloom.dsl.errors import ShapeError
-from megaloom.dsl.layer import Layer
+from megaloom.dsl.layer import Layer, is_layer
 from megaloom.dsl.ops.dot import dot
 from megaloom.dsl.ops.norm import Drop
 from megaloom.dsl.ops.shape import Rename
@@ -73,6 +73,19 @@ class Dropout(Layer):
 
     def body(self, x: Value, /, **side: Value) -> Value:
         return apply(Drop(self.rate), x)
+
+
+@frozen
+class SigmoidGated(Layer):
+    """A layer whose output is multiplied by the sigmoid of one number for each token, a projection of x.
+
+    Source: Qwen1.5-MoE's shared expert (Qwen team, 2024).
+    """
+
+    inner: Layer = field(validator=is_layer)
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return self.inner(x, **side) * fn("sigmoid", dot(x, weight("token_gate", x["embed"]), "embed"))
 
 
 def project(name: str, x: Value, *dims: Dim, over: tuple[str, ...] = ("embed",), bias: bool = False) -> Value:

@@ -3,7 +3,19 @@
 Importing this package imports the files of all families, which register their ops (see `registry`).
 """
 
-from . import attention, elementwise, lookups, losses, norms, products, rotary, routing, sequence, shapes  # noqa: F401
+from . import (  # noqa: F401
+    attention,
+    delta_rule,
+    elementwise,
+    lookups,
+    losses,
+    norms,
+    products,
+    rotary,
+    routing,
+    sequence,
+    shapes,
+)
 from .registry import first_state, local, next_position, whole
 
 __all__ = ["first_state", "local", "next_position", "whole"]

@@ -235,7 +235,7 @@ def test_each_family_goes_on_token_by_token() -> None:
 
 
 LAYOUTS = [
-    *((name, 2, 2) for name in ("gpt-oss", "deepseek-v3", "nemotron-h", "gemma2", "bart")),
+    *((name, 2, 2) for name in ("gpt-oss", "deepseek-v3", "nemotron-h", "qwen3-next", "gemma2", "bart")),
     ("t5", 1, 4),
     ("bloom", 4, 1),
     ("own layers", 2, 2),

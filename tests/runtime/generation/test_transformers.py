@@ -14,7 +14,7 @@ from megaloom.runtime.launch import launcher
 from tests.support.limits import LIMIT
 from tests.support.models.hugging_face import built, transformers
 
-FAMILIES = ("llama", "gpt2", "gemma3", "mixtral", "deepseek-v3", "gpt-oss", "mamba2", "t5", "bart")
+FAMILIES = ("llama", "gpt2", "gemma3", "mixtral", "deepseek-v3", "gpt-oss", "mamba2", "qwen3-next", "t5", "bart")
 PROMPTS = ((5, 17, 30), (8, 44, 2, 51, 9, 12, 33), (20,))
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -20,6 +20,7 @@ from megaloom.dsl import Model
 HF = "transformers:"  # before the name of a config in tests/configs/small
 NAMES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral", "gemma2", "gemma3", "deepseek-v2"),
+    "qwen3-next",
     *(
         "deepseek-v3",
         "mamba2",
