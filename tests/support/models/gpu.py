@@ -1,6 +1,6 @@
 """Small models for GPUs: heads of at least 16 channels, so that FlexAttention computes what fused attention cannot."""
 
-from megaloom.dsl import MLP, Model, MoE, SwiGLU, packed
+from megaloom.dsl import MLP, GatedDeltaNet, Model, MoE, Rope, SwiGLU, packed
 from megaloom.examples.bart import bart
 from megaloom.examples.bert import bert
 from megaloom.examples.bloom import bloom
@@ -10,6 +10,7 @@ from megaloom.examples.llama3 import llama
 from megaloom.examples.llava import clip, llava
 from megaloom.examples.mamba2 import mamba2
 from megaloom.examples.qwen3 import qwen3
+from megaloom.examples.qwen3_next import FULL, LINEAR, experts, gated_attention, qwen3_next
 from megaloom.examples.t5 import t5
 
 VOCAB, SEQ = 1000, 256
@@ -22,6 +23,18 @@ def gpt_oss_wide() -> Model:
 
 def qwen3_moe_wide() -> Model:
     return qwen3("qwen3-moe", 2, 4, 2, 128, MoE(SwiGLU(96), 8, 2, balance=0.01), vocab=VOCAB, head_dim=32)
+
+
+def qwen3_next_wide() -> Model:
+    return qwen3_next(
+        "qwen3-next",
+        (LINEAR, FULL),
+        128,
+        attention=gated_attention(4, 2, 32, Rope(10_000.0, channels=8)),
+        delta_net=GatedDeltaNet(heads=4, head_dim=32, groups=2, state=32),
+        ff=experts(96, 8, 2, 64, balance=0.01),
+        vocab=VOCAB,
+    )
 
 
 def gemma2_wide() -> Model:

@@ -46,6 +46,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "packed-llama": gpu_models.packed_llama,
     "qwen3-moe": gpu_models.qwen3_moe_wide,
     "mamba2": gpu_models.mamba2_wide,
+    "qwen3-next": gpu_models.qwen3_next_wide,
     "bert": gpu_models.bert_wide,
     "llava": gpu_models.llava_wide,
 }
