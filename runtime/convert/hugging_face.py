@@ -25,7 +25,7 @@ from megaloom.dsl.hf.stored_names import SHARD_INDEX, SINGLE
 from megaloom.dsl.hf.tensor_layout import stored_tensors
 from megaloom.dsl.hf.tensor_names import Names
 from megaloom.dsl.transforms.packing import packed, reads_tokens
-from megaloom.runtime.weights.kept_files import copy_files
+from megaloom.runtime.weights.hugging_face_files import copy_files
 from megaloom.runtime.weights.views import View, concatenated
 
 SHARD_NBYTES = 5 * 10**9

@@ -15,7 +15,7 @@ from megaloom.runtime.checkpoints.checkpoint_views import of_kind, tensor_views
 from megaloom.runtime.checkpoints.manifest import DECLARED_NAMES
 from megaloom.runtime.checkpoints.version_2 import weights_of
 from megaloom.runtime.megatron.optimizer_state import AVERAGE
-from megaloom.runtime.weights.given import POSITION_OPTIONS
+from megaloom.runtime.weights.hugging_face_weights import POSITION_OPTIONS
 from megaloom.runtime.weights.views import View
 
 from .adapters import with_merged_adapters

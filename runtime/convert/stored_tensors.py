@@ -10,7 +10,7 @@ from attrs import frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.checkpoints.checkpoint_views import tensor_views
-from megaloom.runtime.weights.given import is_megatron
+from megaloom.runtime.weights.hugging_face_weights import is_megatron
 from megaloom.runtime.weights.safe_pickle import METADATA
 from megaloom.runtime.weights.tensor_folder import has_tensors, open_tensors
 from megaloom.runtime.weights.views import View

@@ -1,1 +1,1 @@
-"""Forward passes of one token at a time: a model's bodies, with what each op keeps of earlier positions."""
+"""Forward passes of one token at a time: a model's bodies, with KV caches and other states of ops."""

@@ -1,1 +1,1 @@
-"""Generation of text from a trained model: prompts, the choice of tokens, and the text that they make."""
+"""Generation of text from a trained model: prompts, samplers of tokens, and the text that they make."""

@@ -13,7 +13,7 @@ from megaloom.runtime.decoding.decoder import Decoder
 from megaloom.runtime.decoding.decoding_state import DecodingState, merged
 from megaloom.runtime.megatron import device
 
-from .chosen import Choice, Chooser, broadcast_choice
+from .sampled_tokens import SampledTokens, Sampler, broadcast_tokens
 
 
 @frozen
@@ -24,10 +24,10 @@ class Prompt:
     source: tuple[int, ...] | None = None
 
 
-def choosing_rank(decoder: Decoder) -> int:
-    """Return the rank that has the logits and chooses tokens: the first of the last stage. Every rank calls it."""
-    chooses = decoder.groups.is_last_pipeline_rank and decoder.groups.tp_rank == 0
-    number = torch.tensor(dist.get_rank() if chooses else -1, device=device.current())
+def sampling_rank(decoder: Decoder) -> int:
+    """Return the rank that has the logits and samples tokens: the first of the last stage. Every rank calls it."""
+    samples = decoder.groups.is_last_pipeline_rank and decoder.groups.tp_rank == 0
+    number = torch.tensor(dist.get_rank() if samples else -1, device=device.current())
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return int(number)
 
@@ -37,26 +37,26 @@ def write_batch(
     decoder: Decoder,
     prompts: Sequence[Prompt],
     copies: int,
-    chooser: Chooser,
+    sampler: Sampler,
     source: int,
-    shown: Callable[[Choice], None] = lambda choice: None,
+    shown: Callable[[SampledTokens], None] = lambda sampled: None,
 ) -> None:
-    """Write the sequences of a batch, which the chooser of rank `source` collects. Every rank calls it.
+    """Write the sequences of a batch, which the sampler of rank `source` collects. Every rank calls it.
 
-    copies: rows of each prompt. shown: is called on each rank with each choice.
+    copies: rows of each prompt. shown: is called on each rank with each sampled.
     """
     logits, state = prefill_batch(decoder, prompts, copies)
     count = copies * len(prompts)
     while True:
-        choice = None
+        sampled = None
         if dist.get_rank() == source:
             assert logits is not None
-            choice = chooser.choose(logits)
-        choice = broadcast_choice(choice, count, source)
-        shown(choice)
-        if not choice.going_on:
+            sampled = sampler.sample(logits)
+        sampled = broadcast_tokens(sampled, count, source)
+        shown(sampled)
+        if not sampled.going_on:
             return
-        parents, tokens = zip(*choice.going_on, strict=True)
+        parents, tokens = zip(*sampled.going_on, strict=True)
         if parents != tuple(range(count)):
             state = state.select(torch.tensor(parents, device=device.current()))
         count = len(tokens)

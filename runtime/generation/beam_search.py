@@ -7,13 +7,13 @@ sequences with the score log probability / length ** length_penalty; the best ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from .chosen import Choice, Ending, Sequence
+from .sampled_tokens import Completion, Ending, SampledTokens
 from .sampling import penalized
 from .settings import EarlyStopping, GenerationSettings
 
@@ -40,7 +40,7 @@ class _Search:
     settings: GenerationSettings
     most: int  # tokens of a sequence
     running: list[tuple[tuple[int, ...], float]]  # tokens and log probability
-    finished: list[Sequence] = field(factory=list)  # the best ones, best first
+    finished: list[Completion] = field(factory=list)  # the best ones, best first
     done: bool = False
 
     def advance(self, candidates: list[_Candidate]) -> list[_Candidate]:
@@ -48,7 +48,9 @@ class _Search:
         s, count = self.settings, self.settings.num_beams
         length = len(candidates[0].tokens)
         ended = [c for c in candidates[:count] if c.reason is not None]
-        scored = [Sequence(self.prompt, 0, c.tokens, c.reason or "", c.score / length**s.length_penalty) for c in ended]
+        scored = [
+            Completion(self.prompt, 0, c.tokens, c.reason or "", c.score / length**s.length_penalty) for c in ended
+        ]
         self.finished = sorted([*self.finished, *scored], key=lambda x: -(x.score or 0.0))[:count]
         going_on = [c for c in candidates if c.reason is None]
         self.running = [(c.tokens, c.score) for c in going_on[:count]]
@@ -73,18 +75,18 @@ class BeamSearch:
 
     ending: Ending
     searches: list[_Search]
-    finished: list[Sequence] = field(factory=list)
+    finished: list[Completion] = field(factory=list)
 
     @classmethod
-    def of(cls, ending: Ending, prompts: Items[tuple[int, ...]]) -> BeamSearch:
-        """Return the chooser for a batch of prompts, each with num_beams equal rows."""
+    def of(cls, ending: Ending, prompts: Sequence[tuple[int, ...]]) -> BeamSearch:
+        """Return the sampler for a batch of prompts, each with num_beams equal rows."""
         count = ending.settings.num_beams
         first = [((), 0.0), *(((), NEVER) for _ in range(count - 1))]
         return cls(
             ending, [_Search(i, prompt, ending.settings, ending.most, list(first)) for i, prompt in enumerate(prompts)]
         )
 
-    def choose(self, logits: Tensor) -> Choice:
+    def sample(self, logits: Tensor) -> SampledTokens:
         """Return the next token of each beam that goes on."""
         settings, parents, tokens = self.ending.settings, list[int](), list[int]()
         start, searches = 0, self.searches
@@ -99,7 +101,7 @@ class BeamSearch:
                 self.finished += [evolve(sequence, number=k) for k, sequence in enumerate(best)]
             start = stop
         self.searches = [search for search in searches if not search.done]
-        return Choice(tuple(parents), tuple(tokens))
+        return SampledTokens(tuple(parents), tuple(tokens))
 
     def _candidates(self, search: _Search, logits: Tensor) -> list[_Candidate]:
         """Return the most probable continuations of the running sequences, best first."""

@@ -34,12 +34,11 @@ from megaloom.runtime.decoding.decoding_layout import Load, choose_layout, stage
 from megaloom.runtime.megatron.process_groups import create_process_groups  # noqa: E402
 from megaloom.runtime.training.artefact import opened  # noqa: E402
 
-from .batches import Prompt, choosing_rank, write_batch  # noqa: E402
+from .batches import Prompt, sampling_rank, write_batch  # noqa: E402
 from .beam_search import BeamSearch  # noqa: E402
-from .chosen import Choice, Chooser, Ending  # noqa: E402
-from .chosen import Sequence as Written  # noqa: E402
 from .prompts import GivenPrompt, Mask, PromptReader  # noqa: E402
-from .sampling import Sampler  # noqa: E402
+from .sampled_tokens import Completion, Ending, SampledTokens, Sampler  # noqa: E402
+from .sampling import RowSampler  # noqa: E402
 from .settings import GenerationSettings  # noqa: E402
 from .text import PromptText, TextStream  # noqa: E402
 from .trained_model import TrainedModel, open_trained  # noqa: E402
@@ -202,7 +201,7 @@ def make_job(trained: TrainedModel, prompts: Sequence[GivenPrompt], settings: Ge
     )
 
 
-def generations(job: Job, prompts: Sequence[GivenPrompt], written: Sequence[Written]) -> tuple[Generation, ...]:
+def generations(job: Job, prompts: Sequence[GivenPrompt], written: Sequence[Completion]) -> tuple[Generation, ...]:
     """Return sequences with their texts."""
     text, stop = PromptText.load(job.tokenizer), job.settings.stop_strings
     encoded = zip(prompts, job.prompts, strict=True)
@@ -212,10 +211,10 @@ def generations(job: Job, prompts: Sequence[GivenPrompt], written: Sequence[Writ
     )
 
 
-def generate_on_rank(job: Job) -> tuple[list[Written], float] | None:
+def generate_on_rank(job: Job) -> tuple[list[Completion], float] | None:
     """Return the sequences, ordered by prompt and number, and the seconds of writing them.
 
-    Ranks that choose no tokens return None.
+    Ranks that sample no tokens return None.
     """
     return write(job, decoder_of(job))
 
@@ -227,23 +226,23 @@ def decoder_of(job: Job) -> Decoder:
     return Decoder.build(graph, bounds, first_after_mixing(graph), groups, job.precision, job.trained.weights())
 
 
-def write(job: Job, decoder: Decoder) -> tuple[list[Written], float] | None:
+def write(job: Job, decoder: Decoder) -> tuple[list[Completion], float] | None:
     """Return the sequences and the seconds of writing them, as `generate_on_rank`. Every rank calls it."""
-    rank, source, text = torch.distributed.get_rank(), choosing_rank(decoder), PromptText.load(job.tokenizer)
-    ending, found = Ending(job.settings, job.eos, text.decode, job.forced, job.vocab), list[Written]()
+    rank, source, text = torch.distributed.get_rank(), sampling_rank(decoder), PromptText.load(job.tokenizer)
+    ending, found = Ending(job.settings, job.eos, text.decode, job.forced, job.vocab), list[Completion]()
     stream = TextStream(text, job.settings.stop_strings, _print) if job.stream and rank == 0 else None
 
-    def show(choice: Choice) -> None:
-        if stream and choice.tokens[0] not in job.eos:
-            stream.add(choice.tokens[0])
+    def show(sampled: SampledTokens) -> None:
+        if stream and sampled.tokens[0] not in job.eos:
+            stream.add(sampled.tokens[0])
 
     start = time.monotonic()
     with torch.compiler.set_stance("force_eager"):  # compiled kernels are for one length
         for first in job.batches:
             part = job.prompts[first : first + job.batch_size]
-            chooser = _chooser(job, ending, part, first)
-            write_batch(decoder, part, job.settings.copies, chooser, source, show)
-            found += [evolve(x, prompt=first + x.prompt) for x in chooser.finished]
+            sampler = _sampler(job, ending, part, first)
+            write_batch(decoder, part, job.settings.copies, sampler, source, show)
+            found += [evolve(x, prompt=first + x.prompt) for x in sampler.finished]
     if stream:
         stream.end()
         _print("\n")
@@ -257,13 +256,13 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def _chooser(job: Job, ending: Ending, prompts: Sequence[Prompt], first: int) -> Chooser:
-    """Return the chooser of a batch."""
+def _sampler(job: Job, ending: Ending, prompts: Sequence[Prompt], first: int) -> Sampler:
+    """Return the sampler of a batch."""
     tokens = [prompt.tokens for prompt in prompts]
-    return BeamSearch.of(ending, tokens) if job.settings.num_beams > 1 else Sampler.of(ending, tokens, first)
+    return BeamSearch.of(ending, tokens) if job.settings.num_beams > 1 else RowSampler.of(ending, tokens, first)
 
 
-def _without_end(x: Written) -> tuple[int, ...]:
+def _without_end(x: Completion) -> tuple[int, ...]:
     """Return the tokens of a sequence without the one that ended it."""
     return x.tokens[:-1] if x.reason == "eos" else x.tokens
 

@@ -1,4 +1,4 @@
-"""The choice of one token for each row: the most probable one, or a draw.
+"""Sampling of one token for each row: the most probable one, or a draw.
 
 Changes of the logits are transformers' own classes. A draw depends on the seed, the prompt's number, the sequence's
 number and the position only, not on the layout or on other rows of the batch.
@@ -6,15 +6,14 @@ number and the position only, not on the layout or on other rows of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
 
-from .chosen import ENDED, Choice, Ending, Sequence
+from .sampled_tokens import ENDED, Completion, Ending, SampledTokens
 from .settings import GenerationSettings
 
 
@@ -30,16 +29,16 @@ class _Row:
 
 
 @define(eq=False)
-class Sampler:
+class RowSampler:
     """Chooses tokens row by row. Sequences that end leave the batch."""
 
     ending: Ending
     rows: list[_Row]
-    finished: list[Sequence] = field(factory=list)
+    finished: list[Completion] = field(factory=list)
 
     @classmethod
-    def of(cls, ending: Ending, prompts: Items[tuple[int, ...]], first: int = 0) -> Sampler:
-        """Return the chooser for a batch of prompts. first: the number of the first prompt among all."""
+    def of(cls, ending: Ending, prompts: Sequence[tuple[int, ...]], first: int = 0) -> RowSampler:
+        """Return the sampler for a batch of prompts. first: the number of the first prompt among all."""
         settings = ending.settings
         return cls(
             ending,
@@ -50,7 +49,7 @@ class Sampler:
             ],
         )
 
-    def choose(self, logits: Tensor) -> Choice:
+    def sample(self, logits: Tensor) -> SampledTokens:
         """Return the next token of each row, and drop the rows that end."""
         settings = self.ending.settings
         logits = penalized(self.ending.with_known(logits), ((*row.context, *row.tokens) for row in self.rows), settings)
@@ -64,9 +63,9 @@ class Sampler:
             if reason is None:
                 going_on.append(row)
             else:
-                self.finished.append(Sequence(row.prompt, row.number, row.tokens, reason))
+                self.finished.append(Completion(row.prompt, row.number, row.tokens, reason))
         self.rows = going_on
-        return Choice(tuple(parents), tuple(tokens))
+        return SampledTokens(tuple(parents), tuple(tokens))
 
     def _drawn(self, logits: Tensor) -> list[int]:
         """Return a token of each row, drawn by its probability: where a uniform number falls in their sums."""

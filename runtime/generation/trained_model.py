@@ -28,8 +28,8 @@ from megaloom.runtime.training.run_folder import (
     no_checkpoint,
     plan_and_model,
 )
-from megaloom.runtime.weights.given import open_folder
-from megaloom.runtime.weights.kept_files import CONFIG, KEPT
+from megaloom.runtime.weights.hugging_face_files import CONFIG, HF_FOLDER
+from megaloom.runtime.weights.hugging_face_weights import open_folder
 
 FILES = ("config.json", "generation_config.json")
 """Hugging Face files with special tokens; those of a later file have precedence."""
@@ -62,7 +62,7 @@ class TrainedModel:
     @property
     def tokenizer(self) -> str:
         """Return the folder of the tokenizer, or "bytes"."""
-        folders = (self.folder / TOKENIZER_NAME, self.folder / KEPT) if self.is_run else (self.folder,)
+        folders = (self.folder / TOKENIZER_NAME, self.folder / HF_FOLDER) if self.is_run else (self.folder,)
         return tokenizer_of(folders)
 
     @property
@@ -77,7 +77,7 @@ class TrainedModel:
         """Return the ids of a special token, such as eos_token_id, by the Hugging Face files; none if they lack it."""
         found: Any = None
         for file in FILES:
-            path = (self.folder / KEPT if self.is_run else self.folder) / file
+            path = (self.folder / HF_FOLDER if self.is_run else self.folder) / file
             if path.is_file():
                 found = _fields(path).get(name, found)
         ids = found if isinstance(found, list) else [found]

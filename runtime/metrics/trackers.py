@@ -15,7 +15,7 @@ from typing import Any
 
 from megaloom.dsl.errors import UserError
 
-from .watching import Watching
+from .monitoring import Monitoring
 
 Log = Callable[[int, Mapping[str, float]], None]
 """A function that takes a step and the values of curves."""
@@ -37,15 +37,15 @@ def curves(event: str, values: Mapping[str, object]) -> dict[str, float]:
 
 @contextmanager
 def open_trackers(
-    watching: Watching, run: Path, *, done: int, options: Mapping[str, object]
+    monitoring: Monitoring, run: Path, *, done: int, options: Mapping[str, object]
 ) -> Iterator[tuple[Log, ...]]:
     """Return the trackers of a run that goes on after step `done`, and close them. `options` describe the run."""
     with ExitStack() as stack:
         logs = []
-        if folder := watching.tensorboard_folder(run):
+        if folder := monitoring.tensorboard_folder(run):
             logs.append(stack.enter_context(_tensorboard(folder, done)))
-        if watching.wandb:
-            logs.append(stack.enter_context(_wandb(watching.wandb, run, options)))
+        if monitoring.wandb:
+            logs.append(stack.enter_context(_wandb(monitoring.wandb, run, options)))
         yield tuple(logs)
 
 

@@ -1,6 +1,6 @@
 """The groups of options for data, start, saving and evaluation of a run. Free of torch.
 
-The others are beside what they describe: `Watching`, `Recipe` and `EndOfDocument`.
+The others are beside what they describe: `Monitoring`, `Recipe` and `EndOfDocument`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import parse_json
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
 from megaloom.runtime.launch.rendezvous import started_by_launcher
-from megaloom.runtime.weights.kept_files import KEPT
+from megaloom.runtime.weights.hugging_face_files import HF_FOLDER
 
 from .run_folder import MODEL_FILE, OPTIONS_NAME, PLAN_NAME, TOKENIZER_NAME, load_run
 
@@ -48,7 +48,7 @@ def pack(run: Path, output: Path, say: Callable[[str], object] = str) -> Path:
     for note in checkpoint.notes if checkpoint else ():
         say(note)
     files = [run / name for name in (MODEL_FILE, PLAN_NAME, OPTIONS_NAME, "metrics.jsonl") if (run / name).is_file()]
-    files += sorted(path for name in (TOKENIZER_NAME, KEPT) for path in (run / name).glob("*") if path.is_file())
+    files += sorted(path for name in (TOKENIZER_NAME, HF_FOLDER) for path in (run / name).glob("*") if path.is_file())
     files += sorted(checkpoint.folder.iterdir()) if checkpoint else []
     unfinished = output.with_name(f".{output.name}.tmp")
     head = {"version": ARTEFACT_VERSION, "fingerprint": loaded.plan.fingerprint}

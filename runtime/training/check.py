@@ -46,13 +46,13 @@ def check_run(plan: Plan, options: RunOptions) -> Start:
     check_trainable(plan, model)
     check_rampup(options.recipe, plan)
     options.recipe.check_layout(plan.layout)
-    options.watching.check_packages()
+    options.monitoring.check_packages()
     if not started_by_launcher():
         launcher.check(plan.layout.world)
         check_host_memory(plan)
     start = _start(model, plan.model, options, plan.fingerprint, newest_intact)
     if options.data.epochs is None:
-        options.watching.check_steps(start.done, options.recipe.steps)
+        options.monitoring.check_steps(start.done, options.recipe.steps)
     return start
 
 

@@ -17,8 +17,8 @@ from megaloom.runtime.launch.agreement import gathered
 from megaloom.runtime.modules.initial_weights import GivenValues
 from megaloom.runtime.optimizer.fine_tuning import fine_tuning_note
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.weights.given import GivenWeights, is_megatron, open_folder
-from megaloom.runtime.weights.kept_files import CONFIG, KEPT
+from megaloom.runtime.weights.hugging_face_files import CONFIG, HF_FOLDER
+from megaloom.runtime.weights.hugging_face_weights import HuggingFaceWeights, is_megatron, open_folder
 from megaloom.runtime.weights.tensor_folder import has_tensors
 
 from .artefact import is_packed
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megaloom.runtime.convert.megatron_weights import MegatronWeights
     from megaloom.runtime.convert.run_weights import RunWeights
 
-    InitialWeights = GivenWeights | MegatronWeights | RunWeights
+    InitialWeights = HuggingFaceWeights | MegatronWeights | RunWeights
 
 
 def open_weights(folder: Path, find: Callable[..., Checkpoint | None] = newest_intact) -> InitialWeights:
@@ -83,7 +83,7 @@ def tokenizer_folder(weights: Path) -> Path:
 
 def config_beside(weights: Path) -> Path | None:
     """Return the config.json of given weights, if they have one."""
-    path = weights / KEPT / CONFIG if is_run(weights) else weights / CONFIG
+    path = weights / HF_FOLDER / CONFIG if is_run(weights) else weights / CONFIG
     return path if path.is_file() else None
 
 
@@ -102,7 +102,7 @@ def starting_notes(plan: Plan, model: Model, given: InitialWeights | None, recip
 
 def not_finite_note(given: InitialWeights) -> str | None:
     """Return a line that names the tensors of which a rank has read NaN or an infinite value. Every rank calls it."""
-    own = sorted(given.files.not_finite) if isinstance(given, GivenWeights) else []
+    own = sorted(given.files.not_finite) if isinstance(given, HuggingFaceWeights) else []
     names = sorted({name for each in gathered(own) for name in each})
     if not names:
         return None

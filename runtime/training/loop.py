@@ -32,9 +32,9 @@ from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import InterruptibleConsole, ProgressDisplay, loss_text, progress_display
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, MetricsFile, StepMetrics
+from megaloom.runtime.metrics.monitoring import Monitoring
 from megaloom.runtime.metrics.recorded_steps import RecordedSteps
 from megaloom.runtime.metrics.trackers import open_trackers
-from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.weight_update import NonFiniteError
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
@@ -67,10 +67,10 @@ def train_on_rank(run: TrainingRun) -> Summary:
     if resumed and first:
         write_run(run.folder, run.plan, model, run.file)
     console = InterruptibleConsole(signals) if first else Console(quiet=True)
-    watching = run.options.watching if first else Watching()
+    monitoring = run.options.monitoring if first else Monitoring()
     about = {**recipe.as_saved(), "layout": str(run.plan.layout)}
     with (
-        open_trackers(watching, run.folder, done=engine.done, options=about) as trackers,
+        open_trackers(monitoring, run.folder, done=engine.done, options=about) as trackers,
         progress_display(console, run.plan, steps=run.recipe.steps) as display,
     ):
         path = run.folder / METRICS_NAME if first else None
@@ -129,7 +129,9 @@ class Loop:
     @recorded.default
     def _recorded(self) -> RecordedSteps:
         run = self.run
-        return RecordedSteps(self.engine, run.folder, last_step=run.recipe.steps, profile=run.options.watching.profile)
+        return RecordedSteps(
+            self.engine, run.folder, last_step=run.recipe.steps, profile=run.options.monitoring.profile
+        )
 
     @saver.default
     def _saver(self) -> Saver:

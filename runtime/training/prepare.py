@@ -15,7 +15,7 @@ from megaloom.runtime.data.folder_lock import named_write_errors
 from megaloom.runtime.data.token_ids import BYTE_IDS
 from megaloom.runtime.data.tokenizer import tokenizer_of
 from megaloom.runtime.samples.samples import SampleMaker
-from megaloom.runtime.weights.kept_files import keep_files
+from megaloom.runtime.weights.hugging_face_files import copy_to_run
 
 from .check import Start
 from .initial_weights import config_beside, tokenizer_folder
@@ -38,7 +38,7 @@ def prepare_run(plan: Plan, options: RunOptions, start: Start) -> TrainingRun:
         if options.data.epochs is not None:
             steps = steps_of(options.data.epochs, corpus, of_corpus(maker, corpus), options.recipe, plan.workload.batch)
             options = options.changed(steps=steps)
-            options.watching.check_steps(start.done, steps)
+            options.monitoring.check_steps(start.done, steps)
         _keep_tokenizer(plan, corpus, options)
         file, before = with_steps(_absolute(options), start.steps), file_of_run(folder)
         if corpus.ids != BYTE_IDS and corpus.tokenizer is None and corpus.kind.image is None:
@@ -67,12 +67,12 @@ def _keep_tokenizer(plan: Plan, corpus: Corpus, options: RunOptions) -> None:
     config = own if weights is None else config_beside(weights) or own
     fields = config_fields(plan.model) if config and own and config.resolve() == own.resolve() else None
     other = corpus.ids == BYTE_IDS and config is not None and tokenizer_of((config.parent,)) != BYTE_IDS.name
-    keep_files(folder, config, corpus.tokenizer, fields=fields, beside=not other)
+    copy_to_run(folder, config, corpus.tokenizer, fields=fields, beside=not other)
 
 
 def _absolute(options: RunOptions) -> RunOptions:
     """Return options whose files and folders any folder can name."""
-    tracked = options.watching.tensorboard_dir
+    tracked = options.monitoring.tensorboard_dir
     return options.changed(
         data=[_absolute_word(word) for word in options.data.data], tensorboard_dir=tracked and tracked.resolve()
     )

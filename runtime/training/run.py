@@ -53,7 +53,7 @@ def train(
     "none" are the steps of the declared objective. weights: another run, a Hugging Face folder or a checkpoint of
     Megatron-LM with the initial weights, of which each rank reads its shards. options: other options of `megaloom
     train`, with its names and defaults: `split="969,30,1"`, `epochs=2`, `save_every=50`, `keep_best=3`,
-    `evaluate_all=True`, `profile=5`; or a whole group of them, `ends`, `evaluation` or `watching`.
+    `evaluate_all=True`, `profile=5`; or a whole group of them, `ends`, `evaluation` or `monitoring`.
 
     Raise UserError for every problem that the user can solve, and RankError if a rank dies or hangs. A first SIGINT,
     SIGTERM or SIGUSR1 lets the ranks finish their step and save; then it is raised as KeyboardInterrupt or SystemExit.

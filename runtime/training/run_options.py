@@ -16,7 +16,7 @@ from attrs import evolve, field, fields, frozen
 from cyclopts import Parameter
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.metrics.watching import Watching
+from megaloom.runtime.metrics.monitoring import Monitoring
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.options.groups import DataOptions, EvaluationOptions, SavingOptions, StartOptions
 from megaloom.runtime.options.option import Option
@@ -32,7 +32,7 @@ class RunOptions:
     saving: Annotated[SavingOptions, Parameter(name="*")] = field(factory=SavingOptions)
     evaluation: Annotated[EvaluationOptions, Parameter(name="*", group="Evaluation")] = field(factory=EvaluationOptions)
     ends: Annotated[EndOfDocument, Parameter(name="*", group="End of document")] = field(factory=EndOfDocument)
-    watching: Annotated[Watching, Parameter(name="*", group="Watching")] = field(factory=Watching)
+    monitoring: Annotated[Monitoring, Parameter(name="*", group="Monitoring")] = field(factory=Monitoring)
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = field(factory=Recipe)
 
     @property

@@ -30,8 +30,8 @@ from megaloom.runtime.convert.run_weights import checkpoint_weights
 from megaloom.runtime.megatron.build_context import DTYPES
 from megaloom.runtime.training.artefact import opened
 from megaloom.runtime.training.run_folder import is_run, no_checkpoint, plan_and_model, plan_of_run
-from megaloom.runtime.weights.given import is_megatron, open_folder
-from megaloom.runtime.weights.kept_files import CONFIG, KEPT
+from megaloom.runtime.weights.hugging_face_files import CONFIG, HF_FOLDER
+from megaloom.runtime.weights.hugging_face_weights import is_megatron, open_folder
 
 UNLIMITED_SEQ = 4096
 """Tokens per sequence that are written for a model without learned positions."""
@@ -169,10 +169,10 @@ def _base(run: Path) -> str | None:
 
 def _description(run: Path, config: Path | None) -> DescribedModel:
     """Return the config.json that describes the model of a run."""
-    kept = run / KEPT / CONFIG
-    if config is None and not kept.is_file():
+    copied = run / HF_FOLDER / CONFIG
+    if config is None and not copied.is_file():
         raise UserError(
             f"{run} has no Hugging Face config: its model is {plan_of_run(run).model}\n"
             "give the config.json that describes it with --config"
         )
-    return describe(kept if config is None else config)
+    return describe(copied if config is None else config)

@@ -50,7 +50,7 @@ from megaloom.runtime.training.run_folder import MODEL_FILE, PLAN_NAME, is_run, 
 from megaloom.runtime.training.run_options import RunOptions
 from megaloom.runtime.training.training_run import Summary
 from megaloom.runtime.training.verify import compare
-from megaloom.runtime.weights.kept_files import CONFIG
+from megaloom.runtime.weights.hugging_face_files import CONFIG
 
 DEFAULT_SEQ, DEFAULT_BATCH = 128, 32
 PEFT_CONFIG = "adapter_config.json"
@@ -84,7 +84,7 @@ class TrainCommand:
     def run(self) -> int:
         """Plan the model unless there is a plan, train it, and return the exit code."""
         check_output_folder(self.options.saving.out, "--out")
-        check_output_folder(self.options.watching.tensorboard_dir, "--tensorboard-dir")
+        check_output_folder(self.options.monitoring.tensorboard_dir, "--tensorboard-dir")
         busy = busy_text()  # before this run adds its own load
         plan, folder = self._plan_and_folder()
         note = differences(plan.environment, current_environment())

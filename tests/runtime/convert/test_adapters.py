@@ -23,7 +23,7 @@ from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapte
 from megaloom.runtime.convert.hugging_face import describe, write_folder
 from megaloom.runtime.convert.run_weights import checkpoint_weights
 from megaloom.runtime.launch import launcher
-from megaloom.runtime.weights.given import open_folder
+from megaloom.runtime.weights.hugging_face_weights import open_folder
 from tests.support.limits import LIMIT
 from tests.support.models.hugging_face import built, complete, drawn, named, transformers
 

@@ -21,7 +21,7 @@ from megaloom.runtime.convert.megatron_writer import MegatronCheckpoint, write_m
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training.initial_weights import open_weights
-from megaloom.runtime.weights.given import open_folder
+from megaloom.runtime.weights.hugging_face_weights import open_folder
 from megaloom.runtime.weights.views import held
 from tests.support.limits import LIMIT
 from tests.support.models.hugging_face import built

@@ -19,7 +19,7 @@ from megaloom.runtime.data.rows import Keys
 from megaloom.runtime.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from megaloom.runtime.data.tokenizer_files import TOKENIZER_FILE_NAMES
 from megaloom.runtime.data.tokenizer_source import HUB_NAMES, opened_tokenizer
-from megaloom.runtime.weights.kept_files import BESIDE
+from megaloom.runtime.weights.hugging_face_files import COPIED_FILES
 from tests.support.models.hugging_face import transformers
 
 TEXTS = ["The life of Émile is  to be", "a 42 b\n\tc 'tis", "the lifes", "日本 x", ""]
@@ -238,7 +238,7 @@ def test_names_of_nemo_are_those_of_megatron_core() -> None:
 
 
 def test_a_run_keeps_all_files_of_a_tokenizer() -> None:
-    assert set(TOKENIZER_FILE_NAMES) <= set(BESIDE)
+    assert set(TOKENIZER_FILE_NAMES) <= set(COPIED_FILES)
 
 
 def test_documents_begin_with_the_beginning_of_text(files: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from megaloom.planner.report.measured.measured_step import (
 from megaloom.planner.report.measured.step_comparison import by_layer
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.metrics.metrics_file import read_metrics
-from megaloom.runtime.metrics.watching import Watching
+from megaloom.runtime.metrics.monitoring import Monitoring
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.training.run import train
 from megaloom.runtime.training.training_run import Summary
@@ -51,8 +51,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, plan_of: Any) -> tuple[Pa
     """A run folder whose step 3 was profiled, its plan, and its summary."""
     folder = tmp_path_factory.mktemp("profiled") / "run"
     plan = plan_of("stdlib-gpt(layers=8, embed=32, ff=64)", LAYOUT, batch=8)
-    recipe, watching = Recipe(steps=3), Watching(profile=3, tensorboard=True)
-    return folder, plan, train(plan, recipe, folder=folder, source=str(ROOT / "docs" / "guide"), watching=watching)
+    recipe, monitoring = Recipe(steps=3), Monitoring(profile=3, tensorboard=True)
+    return folder, plan, train(plan, recipe, folder=folder, source=str(ROOT / "docs" / "guide"), monitoring=monitoring)
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +183,9 @@ def test_a_step_that_the_run_does_not_do_is_refused(profiled: tuple[Path, Plan, 
     for step in (0, 3, 5):
         says = rf"--profile {step} is not a step of this run, which has done 3 steps\ngive a step from 4 to 4"
         with pytest.raises(UserError, match=says):
-            train(plan, Recipe(steps=4), folder=folder, watching=Watching(profile=step))
+            train(plan, Recipe(steps=4), folder=folder, monitoring=Monitoring(profile=step))
     with pytest.raises(UserError, match="give more --steps than 3"):
-        train(plan, Recipe(steps=3), folder=folder, watching=Watching(profile=4))
+        train(plan, Recipe(steps=3), folder=folder, monitoring=Monitoring(profile=4))
 
 
 def test_trackers_have_the_steps(profiled: tuple[Path, Plan, Summary]) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megaloom.dsl import UserError
-from megaloom.runtime.metrics import watching
+from megaloom.runtime.metrics import monitoring
 from megaloom.runtime.metrics.metrics_file import MetricsFile, read_metrics
+from megaloom.runtime.metrics.monitoring import Monitoring
 from megaloom.runtime.metrics.trackers import curves, open_trackers
-from megaloom.runtime.metrics.watching import Watching
 
 
-def write_steps(options: Watching, run: Path, first: int, last: int) -> None:
+def write_steps(options: Monitoring, run: Path, first: int, last: int) -> None:
     """Write metrics as a run does from step `first` to `last`. The loss of each step is its number."""
     with open_trackers(options, run, done=first - 1, options={"lr": 1e-3}) as logs:
         metrics = MetricsFile(run / "metrics.jsonl", last_step=first - 1, trackers=logs)
@@ -33,8 +33,8 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write_steps(Watching(tensorboard=True), tmp_path, 1, 5)
-    write_steps(Watching(tensorboard=True), tmp_path, 4, 6)  # step 4 and 5 were lost
+    write_steps(Monitoring(tensorboard=True), tmp_path, 1, 5)
+    write_steps(Monitoring(tensorboard=True), tmp_path, 4, 6)  # step 4 and 5 were lost
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     points = {(p.step, p.value) for p in shown.Scalars("step/loss")}
     assert points == {(step, float(step)) for step in range(1, 7)}
@@ -67,10 +67,10 @@ def test_wandb_offline_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
     run.mkdir()
-    write_steps(Watching(wandb="tests"), run, 1, 3)
+    write_steps(Monitoring(wandb="tests"), run, 1, 3)
     own = (run / "wandb-id").read_text()
     time.sleep(1)  # W&B names a folder by the second
-    write_steps(Watching(wandb="tests"), run, 4, 5)
+    write_steps(Monitoring(wandb="tests"), run, 4, 5)
     assert (run / "wandb-id").read_text() == own
     runs = sorted((run / "wandb").glob("offline-run-*"))
     assert len(runs) == 2 and all(path.name.endswith(own) for path in runs)
@@ -79,9 +79,9 @@ def test_wandb_offline_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "find_spec", lambda _: None)
-    Watching(profile=1).check_packages()
-    for options, name in ((Watching(tensorboard=True), "tensorboard"), (Watching(wandb="p"), "wandb")):
+    monkeypatch.setattr(monitoring, "find_spec", lambda _: None)
+    Monitoring(profile=1).check_packages()
+    for options, name in ((Monitoring(tensorboard=True), "tensorboard"), (Monitoring(wandb="p"), "wandb")):
         with pytest.raises(UserError, match=rf"needs the package {name}\ninstall it: pip install 'megaloom\[{name}\]'"):
             options.check_packages()
 
@@ -91,6 +91,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text(json.dumps({}))
     with (
         pytest.raises(UserError, match=r"cannot write into .*\ngive another --tensorboard-dir"),
-        open_trackers(Watching(tensorboard_dir=tmp_path / "file" / "x"), tmp_path, done=0, options={}),
+        open_trackers(Monitoring(tensorboard_dir=tmp_path / "file" / "x"), tmp_path, done=0, options={}),
     ):
         pass

@@ -20,7 +20,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard
 from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.samples.samples import SampleMaker
-from megaloom.runtime.weights.given import open_folder
+from megaloom.runtime.weights.hugging_face_weights import open_folder
 from tests.support.first_step import check_first_step
 from tests.support.models.hugging_face import built
 from tests.support.parity.hf_oracle import WITHOUT_DROPOUT, gradients_of

@@ -36,7 +36,7 @@ from megaloom.runtime.data.tokenizer import load_tokenizer
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.training.run_data import check_labels
-from megaloom.runtime.weights.given import open_folder
+from megaloom.runtime.weights.hugging_face_weights import open_folder
 from tests.support.first_step import check_first_step
 from tests.support.models.hugging_face import built
 from tests.support.parity.hf_oracle import WITHOUT_DROPOUT, gradients_of

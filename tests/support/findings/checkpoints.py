@@ -75,7 +75,7 @@ def damaged_contents(folder: Path) -> str:
 @finding("spotcheck N9h", 'open_folder("x") ends in an AttributeError', Verdict.MENDED)
 def folder_by_name(folder: Path) -> str:
     from megaloom.dsl.errors import UserError
-    from megaloom.runtime.weights.given import open_folder
+    from megaloom.runtime.weights.hugging_face_weights import open_folder
 
     try:
         open_folder(str(folder / "x"))

@@ -161,7 +161,7 @@ def dropout(folder: Path) -> str:
 @finding("users 16", "A T5 v1.1 folder saved by transformers 5 is refused", Verdict.MENDED)
 def t5(folder: Path) -> str:
     from megaloom.dsl import graph, read
-    from megaloom.runtime.weights.given import open_folder
+    from megaloom.runtime.weights.hugging_face_weights import open_folder
     from tests.support.models.hugging_face import built
 
     built("t5-v1.1-tied").save_pretrained(folder)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megaloom.dsl import UserError
 from megaloom.dsl.hf.architectures import read
-from megaloom.runtime.weights.given import open_folder
+from megaloom.runtime.weights.hugging_face_weights import open_folder
 from tests.support.models.hugging_face import built
 
 

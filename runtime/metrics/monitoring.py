@@ -17,7 +17,7 @@ def _path(path: Path | None) -> Path | None:
 
 
 @frozen(kw_only=True)
-class Watching:
+class Monitoring:
     """Trace of a step, and trackers that take the metrics of a run."""
 
     profile: int | None = option(None, kept=False, repeated=False)

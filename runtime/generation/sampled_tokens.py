@@ -1,7 +1,6 @@
-"""The choice after each step: the next token of each row. The rank that chooses tells the others.
+"""The tokens that a sampler chooses after each step, when sequences end, and their broadcast to all ranks.
 
-A row that ends has no parent. Rows of the next step are those of this one that go on, reordered and repeated by beam
-search.
+`parents[i]` is the row that token i continues. Finished rows are dropped; beam search reorders and repeats rows.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ENDED = -1  # in place of a parent
 
 
 @frozen
-class Choice:
+class SampledTokens:
     """Tokens, and for each the row of this step that it follows; ENDED if the sequence ends with it."""
 
     parents: tuple[int, ...]
@@ -35,7 +34,7 @@ class Choice:
 
 
 @frozen
-class Sequence:
+class Completion:
     """One finished sequence."""
 
     prompt: int  # number of the prompt in its batch
@@ -94,25 +93,25 @@ class Ending:
         return only
 
 
-class Chooser(Protocol):
+class Sampler(Protocol):
     """Chooses the tokens of a batch, and collects the sequences that end."""
 
-    finished: list[Sequence]
+    finished: list[Completion]
 
-    def choose(self, logits: Tensor) -> Choice:
+    def sample(self, logits: Tensor) -> SampledTokens:
         """Return the next tokens of rows whose logits are [rows, vocab]."""
 
 
-def broadcast_choice(choice: Choice | None, rows: int, source: int) -> Choice:
-    """Return on all ranks the choice of rank `source`, for at most `rows` rows. Other ranks give None."""
+def broadcast_tokens(sampled: SampledTokens | None, rows: int, source: int) -> SampledTokens:
+    """Return on all ranks the tokens of rank `source`, for at most `rows` rows. Other ranks give None."""
     if dist.get_world_size() == 1:
-        assert choice is not None
-        return choice
+        assert sampled is not None
+        return sampled
     message = torch.zeros(1 + 2 * rows, dtype=torch.int64, device=device.current())
-    if choice is not None:
-        count = len(choice.tokens)
-        values = torch.tensor([count, *choice.parents, *choice.tokens])
+    if sampled is not None:
+        count = len(sampled.tokens)
+        values = torch.tensor([count, *sampled.parents, *sampled.tokens])
         message[: len(values)] = values.to(message)
     dist.broadcast(message, source)
     count, *values = message.tolist()
-    return Choice(tuple(values[:count]), tuple(values[count : 2 * count]))
+    return SampledTokens(tuple(values[:count]), tuple(values[count : 2 * count]))

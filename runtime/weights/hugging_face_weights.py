@@ -28,7 +28,7 @@ COMPARED = 1 << 22  # elements that are compared at a time
 
 
 @frozen
-class GivenWeights:
+class HuggingFaceWeights:
     """The tensors of a Hugging Face folder, with the names that its config.json gives them."""
 
     files: TensorFolder
@@ -73,7 +73,7 @@ class GivenWeights:
         return from_checkpoint(self.names, model.without_adapters, self.files.tensors, concatenated)
 
 
-def open_folder(folder: str | Path) -> GivenWeights:
+def open_folder(folder: str | Path) -> HuggingFaceWeights:
     """Open a Hugging Face folder: config.json and safetensors files. Raise UserError if they cannot be read."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -90,7 +90,7 @@ def open_folder(folder: str | Path) -> GivenWeights:
         described, unread = read(folder), ""
     except UserError as error:
         described, unread = None, str(error).partition("\n")[0]
-    return GivenWeights(files, reader(config).names, described, unread)
+    return HuggingFaceWeights(files, reader(config).names, described, unread)
 
 
 def is_megatron(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face folder that a run keeps, so that its weights can be given back with them.
+"""Files of a Hugging Face folder that a run copies, to write them beside its weights again.
 
 run/hugging-face/   config.json, generation and tokenizer files
 """
@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-KEPT = "hugging-face"
+HF_FOLDER = "hugging-face"
 """Folder of a run for these files."""
 
 CONFIG = "config.json"
-BESIDE = (
+COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,12 +35,12 @@ BESIDE = (
 
 def copy_files(source: Path, folder: Path) -> None:
     """Copy the tokenizer and generation files of a Hugging Face folder, those that it has."""
-    for name in BESIDE:
+    for name in COPIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
-def keep_files(
+def copy_to_run(
     run: Path,
     config: Path | None,
     tokenizer: Path | None,
@@ -50,19 +50,19 @@ def keep_files(
 ) -> None:
     """Copy into a run folder a config.json with the files beside it, and the files of a tokenizer's folder.
 
-    A model that has no config.json keeps nothing: its tokenizer has a folder of its own.
-    fields: those of the config.json, if they are not those of its file. beside: False if the files beside it are of a
-    tokenizer that the data do not have. A run that has files already keeps them.
+    Without a config.json nothing is copied: the model's tokenizer has a folder of its own. Existing files stay.
+    fields: those of the config.json, if they are not those of its file. beside: False skips files of a tokenizer other
+    than the data's.
     """
-    kept = run / KEPT
-    if kept.exists() or config is None:
+    folder = run / HF_FOLDER
+    if folder.exists() or config is None:
         return
-    kept.mkdir()
+    folder.mkdir()
     if fields is None:
-        shutil.copyfile(config, kept / CONFIG)
+        shutil.copyfile(config, folder / CONFIG)
     else:
-        (kept / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     if beside:
-        copy_files(config.parent, kept)
+        copy_files(config.parent, folder)
     if tokenizer is not None:
-        copy_files(tokenizer, kept)
+        copy_files(tokenizer, folder)
