@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.options.groups import STDLIB
 
+from .data_split import DataSplit
 from .description import RUNNING_TEXT, TOKENIZER_SUFFIX, DataKind, Description, read_description
 from .indexed import (
     INDEX_SUFFIX,
@@ -23,8 +24,7 @@ from .indexed import (
     path_of,
 )
 from .integrity import check_described
-from .part import DataPart
-from .split import DEFAULT_SPLIT, PARTS, SplitUnit, TokenRange, parse_split, split_ranges
+from .split import DEFAULT_SPLIT, SPLIT_NAMES, SplitUnit, TokenRange, parse_split, split_ranges
 from .text_files import gather
 from .token_ids import BYTE_IDS, TokenIds
 
@@ -37,9 +37,9 @@ class Corpus:
     """The data of a run. `digest` changes when any of its files changes."""
 
     digest: str
-    train: DataPart
-    validation: DataPart | None
-    test: DataPart | None = None
+    train: DataSplit
+    validation: DataSplit | None
+    test: DataSplit | None = None
     ids: TokenIds = BYTE_IDS
     tokenizer: Path | None = None  # folder; None for bytes, and for a dataset that Megatron-LM has written
     kind: DataKind = RUNNING_TEXT
@@ -168,7 +168,7 @@ def _text_corpus(source: str, split: str | None, folder: Path) -> Corpus:
         )
     text = gather(source, folder)
     train, held_out = (TokenRange(dataset, 0, dataset.tokens) for dataset in (text.train, text.held_out))
-    return Corpus(text.digest, DataPart(PARTS[0], (train,)), DataPart(PARTS[1], (held_out,)))
+    return Corpus(text.digest, DataSplit(SPLIT_NAMES[0], (train,)), DataSplit(SPLIT_NAMES[1], (held_out,)))
 
 
 def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, split: str, unit: SplitUnit) -> Corpus:
@@ -181,8 +181,8 @@ def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, spl
     train, *others = zip(*(split_ranges(dataset, shares, unit) for dataset in datasets), strict=True)
     held_out = [tuple(r for r in ranges if r.count) for ranges in others]
     validation, test = (
-        DataPart(name, ranges, None, whole, padding) if ranges else None
-        for name, ranges in zip(PARTS[1:], held_out, strict=True)
+        DataSplit(name, ranges, None, whole, padding) if ranges else None
+        for name, ranges in zip(SPLIT_NAMES[1:], held_out, strict=True)
     )
     digests = [_digest(d, x) for d, x in zip(datasets, descriptions, strict=True)]
     folder = path_of(prefixes[0], TOKENIZER_SUFFIX)
@@ -191,7 +191,7 @@ def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, spl
     contents = (digests, weights, shares, *((unit.value,) if by_sequence else ()))
     return Corpus(
         blake2b(repr(contents).encode(), digest_size=16).hexdigest(),
-        DataPart(PARTS[0], train, weights, whole, padding),
+        DataSplit(SPLIT_NAMES[0], train, weights, whole, padding),
         validation,
         test,
         ids,

@@ -1,6 +1,6 @@
-"""The parts of a dataset: training, validation and test, with Megatron-LM's boundaries.
+"""The splits of a dataset: training, validation and test, with Megatron-LM's boundaries.
 
-A part is consecutive sequences for models that predict the next token, and consecutive documents for others. The two
+A split is consecutive sequences for models that predict the next token, and consecutive documents for others. The two
 differ for datasets whose documents have several sequences, as Megatron-LM's --split-sentences makes them.
 """
 
@@ -15,7 +15,7 @@ from megaloom.dsl.errors import UserError
 
 from .indexed import IndexedDataset
 
-PARTS = "training", "validation", "test"
+SPLIT_NAMES = "training", "validation", "test"
 DEFAULT_SPLIT = "969,30,1"
 
 

@@ -11,16 +11,16 @@ import numpy as np
 from megaloom.dsl.errors import UserError
 
 from .corpus import Corpus
+from .data_split import DataSplit
 from .indexed import Ints, smallest_token_type, write_indexed
-from .part import DataPart
-from .split import PARTS, TokenRange
+from .split import SPLIT_NAMES, TokenRange
 from .token_ids import TokenIds
 
 SYNTHETIC = "synthetic"
 """The word of --data that asks for made-up text, labels and images."""
 NOTE = f"data: {SYNTHETIC}: tokens, labels and images are made up, and losses on them say nothing of a model's quality"
 PART_TOKENS = 2**20, 2**16  # of training and validation, if samples are not longer
-SAMPLES = 8  # least number of samples in a part
+SAMPLES = 8  # least number of samples in a split
 DOCUMENT = 256  # tokens
 SEED = 0
 
@@ -41,16 +41,16 @@ def synthetic_corpus(folder: Path, ids: int, length: int, split: str | None = No
         )
     counts = [max(count, SAMPLES * length) for count in PART_TOKENS]
     folder.mkdir(parents=True, exist_ok=True)
-    train, validation = (_part(folder, number, count, ids) for number, count in enumerate(counts))
+    train, validation = (_made_split(folder, number, count, ids) for number, count in enumerate(counts))
     digest = blake2b(repr((SYNTHETIC, ids, counts)).encode(), digest_size=16).hexdigest()
     return Corpus(digest, train, validation, ids=TokenIds(ids, name=SYNTHETIC))
 
 
-def _part(folder: Path, number: int, count: int, ids: int) -> DataPart:
-    """Write `count` random tokens, and return them as the part of this number."""
-    name = PARTS[number]
+def _made_split(folder: Path, number: int, count: int, ids: int) -> DataSplit:
+    """Write `count` random tokens, and return them as the split of this number."""
+    name = SPLIT_NAMES[number]
     dataset = write_indexed(_documents(number, count, ids), folder / f"{SYNTHETIC}-{name}", smallest_token_type(ids))
-    return DataPart(name, (TokenRange(dataset, 0, dataset.tokens),))
+    return DataSplit(name, (TokenRange(dataset, 0, dataset.tokens),))
 
 
 def _documents(number: int, count: int, ids: int) -> Iterator[Ints]:

@@ -25,9 +25,9 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.layers.losses import Stacked
+from megaloom.runtime.data.data_split import Window
 from megaloom.runtime.data.description import RUNNING_TEXT, DataKind
 from megaloom.runtime.data.images import DEVIATION, MEAN
-from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 
 from .data_checks import check_kind

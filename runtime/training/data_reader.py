@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.corpus import Corpus, is_dataset
-from megaloom.runtime.data.part import DataPart
-from megaloom.runtime.data.split import PARTS
+from megaloom.runtime.data.data_split import DataSplit
+from megaloom.runtime.data.split import SPLIT_NAMES
 from megaloom.runtime.data.synthetic import SYNTHETIC
 from megaloom.runtime.engine.row_share import RowShare
 from megaloom.runtime.launch.agreement import from_first_rank
@@ -28,7 +28,7 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 from .rank_inputs import check_same_data
 from .run_data import (
     check_labels,
-    empty_part,
+    empty_split,
     held_out_sample,
     of_corpus,
     open_data,
@@ -78,36 +78,36 @@ class DataReader:
         return training_sample(self.corpus.train, self.maker, self.engine.steps, i, seed)
 
     def validation(self, batches: int | None = None) -> Iterator[dict[str, Tensor]]:
-        """Yield batches of the validation part, for `engine.evaluate`: all of it, or so many global batches."""
-        return self._held_out(PARTS[1], self.corpus.validation, batches)
+        """Yield batches of the validation split, for `engine.evaluate`: all of it, or so many global batches."""
+        return self._held_out(SPLIT_NAMES[1], self.corpus.validation, batches)
 
     def test(self, batches: int | None = None) -> Iterator[dict[str, Tensor]]:
-        """Yield batches of the test part, for `engine.evaluate`: all of it, or so many global batches."""
-        return self._held_out(PARTS[2], self.corpus.test, batches)
+        """Yield batches of the test split, for `engine.evaluate`: all of it, or so many global batches."""
+        return self._held_out(SPLIT_NAMES[2], self.corpus.test, batches)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the number of samples of each part that is not empty: of training, those of an epoch."""
+        """Return the number of samples of each split that is not empty: of training, those of an epoch."""
         seq = self.maker.length - 1
         held_out = {
-            part.name: part.held_out_samples(seq) for part in (self.corpus.validation, self.corpus.test) if part
+            data.name: data.held_out_samples(seq) for data in (self.corpus.validation, self.corpus.test) if data
         }
-        return {PARTS[0]: self.corpus.train.windows(seq), **held_out}
+        return {SPLIT_NAMES[0]: self.corpus.train.windows(seq), **held_out}
 
-    def _held_out(self, name: str, part: DataPart | None, batches: int | None) -> Iterator[dict[str, Tensor]]:
-        """Return an iterator over a part. Raise UserError if it is empty, or a data-parallel rank would have none."""
+    def _held_out(self, name: str, data: DataSplit | None, batches: int | None) -> Iterator[dict[str, Tensor]]:
+        """Return an iterator over a split. Raise UserError if it is empty, or a data-parallel rank would have none."""
         plan, groups = self.engine.plan, self.engine.groups
-        if part is None:
-            raise UserError(f"{empty_part(name, self.split)}\ngive it a larger share")
+        if data is None:
+            raise UserError(f"{empty_split(name, self.split)}\ngive it a larger share")
         if batches is not None and batches < 1:
             raise UserError(f"batches must be at least 1, got {batches}")
-        count, batch, dp = part.held_out_samples(self.maker.length - 1), plan.workload.batch, plan.layout.dp
+        count, batch, dp = data.held_out_samples(self.maker.length - 1), plan.workload.batch, plan.layout.dp
         count = count if batches is None else min(count, batches * batch)
         if count < dp:
             raise UserError(f"the {name} part has {count} samples, fewer than dp {dp}\ngive it a larger share")
         own, share = range(groups.dp_rank, count, dp), batch // dp
         parts = (own[k : k + share] for k in range(0, len(own), share))
-        return (stacked([held_out_sample(part, self.maker, self.engine.steps, i) for i in rows]) for rows in parts)
+        return (stacked([held_out_sample(data, self.maker, self.engine.steps, i) for i in rows]) for rows in parts)
 
 
 def read_data(

@@ -9,8 +9,8 @@ from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.corpus import Corpus, is_dataset, parse_blend
-from megaloom.runtime.data.part import DataPart
-from megaloom.runtime.data.split import DEFAULT_SPLIT, PARTS, TokenRange
+from megaloom.runtime.data.data_split import DataSplit
+from megaloom.runtime.data.split import DEFAULT_SPLIT, SPLIT_NAMES, TokenRange
 from megaloom.runtime.options.groups import DataOptions
 from megaloom.runtime.samples.samples import SampleMaker
 
@@ -23,7 +23,7 @@ ALL = "all"
 
 @frozen
 class EvaluatedData:
-    """The data of an evaluation: the words of --data, their sources, the part of each, and the split of datasets."""
+    """The data of an evaluation: the words of --data, their sources, the split of each, and the shares of datasets."""
 
     words: tuple[str, ...]
     sources: tuple[str, ...]
@@ -37,10 +37,10 @@ class EvaluatedData:
 
 @frozen
 class EvaluatedText:
-    """One source of data to evaluate: its name, the part that is read, and all of its data."""
+    """One source of data to evaluate: its name, the split that is read, and all of its data."""
 
     name: str
-    part: DataPart
+    part: DataSplit
     corpus: Corpus
 
 
@@ -67,7 +67,7 @@ def evaluated_data(folder: Path, sources: Sequence[str], part: str | None, split
             f"--split {split} is for indexed datasets, and there is none in --data\n"
             "omit it: of text files, a hash of each path decides"
         )
-    return EvaluatedData(words, blend.names, part or (ALL if sources else PARTS[1]), split)
+    return EvaluatedData(words, blend.names, part or (ALL if sources else SPLIT_NAMES[1]), split)
 
 
 def open_texts(
@@ -92,7 +92,7 @@ def open_texts(
 
 def _text(source: str, corpus: Corpus, asked: EvaluatedData, maker: SampleMaker) -> EvaluatedText:
     """Return the part of a source to evaluate. Raise UserError if it is too short."""
-    parts = dict(zip(PARTS, (corpus.train, corpus.validation, corpus.test), strict=True))
+    parts = dict(zip(SPLIT_NAMES, (corpus.train, corpus.validation, corpus.test), strict=True))
     chosen = [p for name, p in parts.items() if p and asked.part in (ALL, name)]
     ranges = _joined(r for p in chosen for r in p.ranges)
     text = evolve(corpus.train, name=asked.part, ranges=ranges, weights=None)

@@ -24,7 +24,7 @@ from megaloom.planner.contract.plans import speed_of
 from megaloom.runtime.checkpoints import checkpoint
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, Retention
 from megaloom.runtime.checkpoints.saver import Saver
-from megaloom.runtime.data.part import DataPart
+from megaloom.runtime.data.data_split import DataSplit
 from megaloom.runtime.data.synthetic import NOTE, is_synthetic
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.engine.results import EvaluationResult
@@ -222,23 +222,23 @@ class Loop:
         advice = f"try a --lr below {lr:g}, another --seed, or skip such steps with --skip-non-finite"
         return f"this step is not saved ({saved}); {advice}"
 
-    def _evaluate(self, part: DataPart | None, name: str, *, last: bool = False) -> EvaluationResult | None:
-        """Return the loss on a part of the data, or on samples of it, which are the same in each evaluation.
+    def _evaluate(self, data: DataSplit | None, name: str, *, last: bool = False) -> EvaluationResult | None:
+        """Return the loss on a split of the data, or on samples of it, which are the same in each evaluation.
 
-        None if there is no such part, or a signal has asked to stop. last: at the end of the run. That evaluation runs
-        the user's test_step: on the test part, or on the held-out data if there is no test part. The others run
+        None if there is no such split, or a signal has asked to stop. last: at the end of the run. That evaluation runs
+        the user's test_step: on the test split, or on the held-out data if there is no test split. The others run
         validation_step.
         """
-        if not part or self.stopped:
+        if not data or self.stopped:
             return None
         seq = self.maker.length - 1
-        available, samples = part.held_out_samples(seq), self.run.evaluation_samples(part, seq)
+        available, samples = data.held_out_samples(seq), self.run.evaluation_samples(data, seq)
         if last:
-            samples = self.run.last_evaluation_samples(part, seq, trained=self.samples)
-            self.display.print(self.run.extent_text(part, seq, samples))
+            samples = self.run.last_evaluation_samples(data, seq, trained=self.samples)
+            self.display.print(self.run.extent_text(data, seq, samples))
         is_last = name == "test" or (last and not self.run.corpus.test)
         result = self.engine.evaluate_samples(
-            lambda i: held_out_sample(part, self.maker, self.engine.steps, i),
+            lambda i: held_out_sample(data, self.maker, self.engine.steps, i),
             samples,
             step="test" if is_last else "validation",
             micro_batch=self.run.options.evaluation.evaluate_micro_batch,

@@ -14,9 +14,9 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus, indexed_corpus, kind_of, open_corpus, parse_blend
+from megaloom.runtime.data.data_split import COUNTED_TOKENS, DataSplit, RowUnit, Window
 from megaloom.runtime.data.description import RUNNING_TEXT
-from megaloom.runtime.data.part import COUNTED_TOKENS, DataPart, RowUnit, Window
-from megaloom.runtime.data.split import DEFAULT_SPLIT, PARTS, SplitUnit
+from megaloom.runtime.data.split import DEFAULT_SPLIT, SPLIT_NAMES, SplitUnit
 from megaloom.runtime.data.synthetic import SYNTHETIC, is_synthetic, synthetic_corpus
 from megaloom.runtime.data.text_files import existing
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
@@ -152,7 +152,7 @@ def check_tokenizer(corpus: Corpus, sources: Sequence[str], folder: Path, owner:
 
 
 def check_text(corpus: Corpus, maker: SampleMaker) -> None:
-    """Raise UserError unless the model can train on the kind of data, and each part has enough text."""
+    """Raise UserError unless the model can train on the kind of data, and each split has enough text."""
     seq = maker.length - 1
     if corpus.counts_some and not maker.counts_some:
         raise UserError(
@@ -161,10 +161,10 @@ def check_text(corpus: Corpus, maker: SampleMaker) -> None:
             "give --set conversations=true for a Hugging Face config.json, or declare NextToken(mask=mask())"
         )
     corpus.train.windows(seq)
-    for part in (corpus.validation, corpus.test):
-        if part and not part.held_out_samples(seq):
+    for data in (corpus.validation, corpus.test):
+        if data and not data.held_out_samples(seq):
             raise UserError(
-                f"the {part.name} text has {part.count:,} tokens, too few for --seq {seq:,}\n"
+                f"the {data.name} text has {data.count:,} tokens, too few for --seq {seq:,}\n"
                 "give more text, another --split, or a smaller --seq"
             )
 
@@ -198,12 +198,12 @@ def _check_made_up(ends: EndOfDocument) -> None:
 
 
 def empty_validation(corpus: Corpus, split: str | None) -> str | None:
-    """Return a text that says so if the validation part of the data is empty, else None. split: as given."""
-    return None if corpus.validation else empty_part(PARTS[1], split)
+    """Return a text that says so if the validation split of the data is empty, else None. split: as given."""
+    return None if corpus.validation else empty_split(SPLIT_NAMES[1], split)
 
 
-def empty_part(name: str, split: str | None) -> str:
-    """Return a text that says that a part of the data is empty. split: as given."""
+def empty_split(name: str, split: str | None) -> str:
+    """Return a text that says that a split of the data is empty. split: as given."""
     return f"the {name} part of --split {split or DEFAULT_SPLIT} is empty"
 
 
@@ -239,14 +239,14 @@ def check_rampup(recipe: Recipe, plan: Plan) -> None:
             )
 
 
-def training_sample(part: DataPart, maker: SampleMaker, steps: Steps, i: int, seed: int) -> Sample:
+def training_sample(data: DataSplit, maker: SampleMaker, steps: Steps, i: int, seed: int) -> Sample:
     """Return sample i of training. Raise UserError as `sample_of` does."""
-    return sample_of(part.sample(i, seq=maker.length - 1, seed=seed), maker, steps, i, seed)
+    return sample_of(data.sample(i, seq=maker.length - 1, seed=seed), maker, steps, i, seed)
 
 
-def held_out_sample(part: DataPart, maker: SampleMaker, steps: Steps, i: int) -> Sample:
+def held_out_sample(data: DataSplit, maker: SampleMaker, steps: Steps, i: int) -> Sample:
     """Return sample i of an evaluation. Raise UserError as `sample_of` does."""
-    return sample_of(part.held_out_sample(i, seq=maker.length - 1), maker, steps, i, 0)
+    return sample_of(data.held_out_sample(i, seq=maker.length - 1), maker, steps, i, 0)
 
 
 def sample_of(window: Window, maker: SampleMaker, steps: Steps, i: int, seed: int) -> Sample:

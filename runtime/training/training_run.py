@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus
-from megaloom.runtime.data.part import DataPart
+from megaloom.runtime.data.data_split import DataSplit
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.metrics.stage_time import StageTime
 from megaloom.runtime.optimizer.recipe import Recipe
@@ -45,33 +45,33 @@ class TrainingRun:
         """Return the recipe, with the steps of --epochs."""
         return self.options.recipe
 
-    def evaluation_samples(self, part: DataPart, seq: int) -> int:
-        """Return the number of samples of an evaluation during training on a part of the data.
+    def evaluation_samples(self, data: DataSplit, seq: int) -> int:
+        """Return the number of samples of an evaluation during training on a split of the data.
 
         seq: the tokens of text that each sample moves on by.
         """
         limit = max(1, EVALUATION_TOKENS // seq)
         if self.options.evaluation.evaluate_batches is not None:
             limit = self.options.evaluation.evaluate_batches * self.plan.workload.batch
-        return min(part.held_out_samples(seq), limit)
+        return min(data.held_out_samples(seq), limit)
 
-    def last_evaluation_samples(self, part: DataPart, seq: int, *, trained: int) -> int:
+    def last_evaluation_samples(self, data: DataSplit, seq: int, *, trained: int) -> int:
         """Return the number of samples of the evaluation at the end, after training on `trained` samples.
 
         By default no more than those: a forward pass takes less time than a training step, and the number does not
         depend on the machine's speed.
         """
-        available = part.held_out_samples(seq)
+        available = data.held_out_samples(seq)
         if self.options.evaluation.evaluate_all:
             return available
         if self.options.evaluation.evaluate_batches is not None:
-            return self.evaluation_samples(part, seq)
+            return self.evaluation_samples(data, seq)
         return min(available, trained)
 
-    def extent_text(self, part: DataPart, seq: int, samples: int) -> str:
-        """Return a line on how much of a part of the data the evaluation at the end reads."""
-        available, name = part.held_out_samples(seq), "test" if part is self.corpus.test else "held-out"
-        unit, each = ("documents", 1) if part.rows else ("tokens", seq)
+    def extent_text(self, data: DataSplit, seq: int, samples: int) -> str:
+        """Return a line on how much of a split of the data the evaluation at the end reads."""
+        available, name = data.held_out_samples(seq), "test" if data is self.corpus.test else "held-out"
+        unit, each = ("documents", 1) if data.rows else ("tokens", seq)
         if samples == available:
             return f"evaluating all {samples * each:,} {name} {unit}"
         of = f"{samples * each:,} of {available * each:,} {name} {unit}"
@@ -95,7 +95,7 @@ class Summary:
     train_terms: Mapping[str, float]  # of these steps, as in `StepResult`
     train_report: Mapping[str, float] = field(factory=dict)  # of these steps, as in `StepResult`
     held_out: EvaluationResult | None  # at the end, on held-out data; None if stopped or nothing is held out
-    test: EvaluationResult | None = None  # of the test part
+    test: EvaluationResult | None = None  # of the test split
     unigram_entropy: float | None  # of the held-out text, nats per token; None if the model predicts no tokens
     unit: str = "nats per token"  # of the loss
     counted: str = "tokens"  # what the loss is a mean over: tokens or samples

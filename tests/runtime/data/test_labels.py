@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data import documents
 from megaloom.runtime.data.corpus import open_corpus
+from megaloom.runtime.data.data_split import RowUnit, labelled_pieces
 from megaloom.runtime.data.description import Description
 from megaloom.runtime.data.images import ImageSize
 from megaloom.runtime.data.indexed import open_indexed
 from megaloom.runtime.data.labels import IGNORED, Labels, LabelUnit
-from megaloom.runtime.data.part import RowUnit, labelled_pieces
 from megaloom.runtime.data.preprocess import preprocess
 from megaloom.runtime.data.preprocess_options import Preprocessing
 from megaloom.runtime.data.rows import Keys

@@ -9,8 +9,8 @@ import pytest
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data import text_files
+from megaloom.runtime.data.data_split import DataSplit
 from megaloom.runtime.data.documents import open_source
-from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.split import TokenRange
 from megaloom.runtime.data.text_files import HELD_OUT, gather, split_files
 
@@ -120,7 +120,9 @@ def test_the_standard_library_is_text_enough(tmp_path: Path) -> None:
     corpus = gather("stdlib", tmp_path)
     assert corpus.train.tokens > 10_000_000
     assert 0.02 < corpus.held_out.tokens / corpus.train.tokens < 0.1
-    assert 2.8 < DataPart("held-out", (TokenRange(corpus.held_out, 0, corpus.held_out.tokens),)).unigram_entropy() < 3.6
+    assert (
+        2.8 < DataSplit("held-out", (TokenRange(corpus.held_out, 0, corpus.held_out.tokens),)).unigram_entropy() < 3.6
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ from megaloom.examples.bert import bert
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard
+from megaloom.runtime.data.data_split import Window
 from megaloom.runtime.data.description import DataKind
 from megaloom.runtime.data.indexed import write_index, write_tokens
 from megaloom.runtime.data.labels import IGNORED, Labels, LabelUnit
-from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.token_ids import Template, TokenIds
 from megaloom.runtime.data.tokenizer import load_tokenizer
 from megaloom.runtime.engine.results import EvaluationResult

@@ -6,7 +6,7 @@ import torch
 from attrs import evolve
 
 from megaloom.dsl import Graph, graph
-from megaloom.runtime.data.part import Window
+from megaloom.runtime.data.data_split import Window
 from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.samples.samples import Objective, SampleMaker
 from tests.support.models.chat import chat_decoder

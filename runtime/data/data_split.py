@@ -1,4 +1,4 @@
-"""A part of the data of a run, such as its training part. Sample i is a pure function of (seed, i).
+"""A split of the data of a run: training, validation or test. Sample i is a pure function of (seed, i).
 
 It needs no state, no index and no layout, so a run resumes from its count of consumed samples on any number of devices
 and with any batch size. Each epoch visits every window of the text once, in an order of its own.
@@ -47,8 +47,8 @@ class RowUnit(Enum):
 
 
 @frozen
-class DataPart:
-    """A part of the data: ranges of one or several datasets.
+class DataSplit:
+    """A split of the data: ranges of one or several datasets.
 
     With weights, sample i comes from dataset k with the share weights[k]. Without, an epoch has every window of all
     ranges once. whole_documents: samples have whole documents, padded at their end, instead of cuts of the text.

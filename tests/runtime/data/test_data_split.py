@@ -10,9 +10,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megaloom.dsl.errors import UserError
+from megaloom.runtime.data.data_split import BLEND_PERIOD, DataSplit
 from megaloom.runtime.data.indexed import IndexedDataset, write_indexed
 from megaloom.runtime.data.order import permuted
-from megaloom.runtime.data.part import BLEND_PERIOD, DataPart
 from megaloom.runtime.data.split import TokenRange, parse_split, split_ranges
 
 
@@ -22,9 +22,9 @@ def dataset(folder: Path, name: str, *lengths: int, first: int = 0) -> IndexedDa
     return write_indexed((np.arange(a, b) for a, b in pairwise(borders)), folder / name, "i4")
 
 
-def part(folder: Path, *lengths: int) -> DataPart:
+def part(folder: Path, *lengths: int) -> DataSplit:
     data = dataset(folder, "text", *lengths)
-    return DataPart("training", (TokenRange(data, 0, data.tokens),))
+    return DataSplit("training", (TokenRange(data, 0, data.tokens),))
 
 
 @given(count=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
@@ -94,7 +94,7 @@ def test_documents_keep_their_boundaries(tmp_path: Path) -> None:
 
 def test_several_datasets_are_one_epoch(tmp_path: Path) -> None:
     datasets = [dataset(tmp_path, "a", 100), dataset(tmp_path, "b", 205, first=1000)]
-    text = DataPart("training", tuple(TokenRange(d, 0, d.tokens) for d in datasets))
+    text = DataSplit("training", tuple(TokenRange(d, 0, d.tokens) for d in datasets))
     assert text.windows(10) == 9 + 19
     inputs = np.concatenate([text.sample(i, seq=10, seed=1).tokens[:-1] for i in range(28)])
     assert len(np.unique(inputs)) == 280
@@ -106,7 +106,7 @@ def test_several_datasets_are_one_epoch(tmp_path: Path) -> None:
 def test_a_blend_keeps_its_weights(tmp_path_factory: pytest.TempPathFactory, weights: list[float]) -> None:
     folder = tmp_path_factory.getbasetemp()
     datasets = [dataset(folder, f"{k}", 64, first=1000 * k) for k in range(len(weights))]
-    blend = DataPart("training", tuple(TokenRange(d, 0, d.tokens) for d in datasets), tuple(weights))
+    blend = DataSplit("training", tuple(TokenRange(d, 0, d.tokens) for d in datasets), tuple(weights))
     for first in (0, 3 * BLEND_PERIOD):
         drawn = [int(blend.sample(first + i, seq=4, seed=1).tokens[0]) // 1000 for i in range(BLEND_PERIOD)]
         shares = np.bincount(drawn, minlength=len(weights)) / BLEND_PERIOD
@@ -116,7 +116,7 @@ def test_a_blend_keeps_its_weights(tmp_path_factory: pytest.TempPathFactory, wei
 
 def test_each_dataset_of_a_blend_has_epochs_of_its_own(tmp_path: Path) -> None:
     datasets = [dataset(tmp_path, "a", 44), dataset(tmp_path, "b", 84, first=1000)]
-    blend = DataPart("training", tuple(TokenRange(d, 0, d.tokens) for d in datasets), (3.0, 1.0))
+    blend = DataSplit("training", tuple(TokenRange(d, 0, d.tokens) for d in datasets), (3.0, 1.0))
     samples = [blend.sample(i, seq=4, seed=1).tokens for i in range(40)]
     of_a = [s for s in samples if s[0] < 1000]
     assert len(of_a) == 30
@@ -126,7 +126,7 @@ def test_each_dataset_of_a_blend_has_epochs_of_its_own(tmp_path: Path) -> None:
 
 def test_whole_documents_are_packed_and_padded(tmp_path: Path) -> None:
     data = dataset(tmp_path, "text", 3, 4, 5, 20, 2, 2, first=1)
-    text = DataPart("training", (TokenRange(data, 0, data.tokens),), whole_documents=True, padding=0)
+    text = DataSplit("training", (TokenRange(data, 0, data.tokens),), whole_documents=True, padding=0)
     windows = [text.held_out_sample(i, seq=9) for i in range(text.windows(9))]
     packs = sorted(
         (w.tokens.tolist(), w.documents.tolist(), w.counted.tolist()) for w in windows if w.counted is not None
@@ -143,7 +143,7 @@ def test_whole_documents_are_packed_and_padded(tmp_path: Path) -> None:
 
 def test_unigram_entropy_is_that_of_the_tokens(tmp_path: Path) -> None:
     data = write_indexed([np.array([1, 1, 2, 3] * 25)], tmp_path / "x", "u2")
-    assert DataPart("x", (TokenRange(data, 0, 100),)).unigram_entropy() == pytest.approx(1.5 * np.log(2))
+    assert DataSplit("x", (TokenRange(data, 0, 100),)).unigram_entropy() == pytest.approx(1.5 * np.log(2))
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
