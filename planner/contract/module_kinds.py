@@ -1,18 +1,25 @@
-"""Kinds of graph nodes that run as a torch module in Megaloom's own runtime. Every other layer runs by its body.
+"""Layers that megatron-core has a module of: one row per class, with its condition, parameters and role in a model.
 
-`capability` decides by `runs_as_module`, and the runtime builds what it says.
+`capability` decides by `runs_as_module`, and the runtime builds what it says. Every other layer runs by its body.
+Initial weights, checkpoints, conversions and exports read the parameters and places of the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
 from types import MappingProxyType
+from typing import Any
+
+from attrs import evolve, frozen
 
 from megaloom.dsl import (
+    MLA,
     MLP,
     Attend,
     Attention,
     ClampedGLU,
+    CrossAttention,
     Dropout,
     Embed,
     GeGLU,
@@ -28,12 +35,82 @@ from megaloom.dsl import (
     Split,
     SwiGLU,
     Unembed,
+    Value,
 )
 from megaloom.dsl.facts.primitives import fitted, program
 from megaloom.dsl.ops.documents import reads_documents
 from megaloom.dsl.sharding_table import SEQUENCES
 
-FEED_FORWARD = (MLP, SwiGLU, GeGLU, ClampedGLU)
+TABLES = (Embed, Positions, Unembed)
+"""Layers whose module has one row of its `table` for each token or position."""
+FIRST_WEIGHTS: Mapping[type[Op], tuple[str, ...]] = MappingProxyType(
+    {MLP: ("up",), SwiGLU: ("gate", "up"), GeGLU: ("gate", "up"), ClampedGLU: ("gate", "up")}
+)
+"""Feed-forward layers, with the weights before the activation. One parameter has them all."""
+LOCAL_EXPERTS = "experts.local_experts."
+"""What begins the name of a parameter that each expert has, before the number of the expert."""
+
+
+class Role(Enum):
+    """The part of Megatron-LM's models that a layer is."""
+
+    EMBEDDING = auto()
+    POSITIONS = auto()
+    NORM = auto()
+    ATTENTION = auto()
+    CROSS_ATTENTION = auto()
+    FEED_FORWARD = auto()
+    LOGITS = auto()
+
+
+@frozen
+class Parameter:
+    """A parameter of a module: its name there, and the weights of the layer that make it up.
+
+    A weight is a matrix of rows by columns: `columns` are the dims of a row, all other dims count the rows. The rows of
+    several weights follow one another; with `by_head` those of each key/value head.
+    """
+
+    name: str
+    weights: tuple[str | Value, ...]  # by name in the layer; a table that the layer was given, by its value
+    columns: tuple[str, ...] = ()
+    by_head: bool = False
+    of_expert: bool = False  # each expert has one; its name is without LOCAL_EXPERTS and the number
+
+    def inside(self, module: str, layer: str) -> Parameter:
+        """Return the parameter of a module inside of another, whose layer is inside of another layer."""
+        weights = tuple(w if isinstance(w, Value) else f"{layer}.{w}" for w in self.weights)
+        return evolve(self, name=f"{module}{self.name}", weights=weights)
+
+
+@frozen
+class ModuleKind:
+    """A layer class of which megatron-core has a module, or Megaloom one that fits between those.
+
+    Each function takes an op of the class.
+    """
+
+    op: type[Op]
+    role: Role | None  # None: Megatron-LM's models have it in none, or inside of another layer
+    runs: Callable[[Any, Split], bool] | None  # True if our runtime runs the module; None: it runs the body
+    parameters: Callable[[Any], Iterator[Parameter]] | None  # None: not known
+
+
+def module_kind(op: Op) -> ModuleKind | None:
+    """Return the row of an op; None if megatron-core has no module of it."""
+    return next((MODULES[t] for t in type(op).__mro__ if t in MODULES), None)
+
+
+def module_parameters(op: Op) -> tuple[Parameter, ...]:
+    """Return the parameters of an op's module; none if they are not known."""
+    kind = module_kind(op)
+    return () if kind is None or kind.parameters is None else tuple(kind.parameters(op))
+
+
+def kinds_at(role: Role, *, named: bool = False) -> tuple[type[Op], ...]:
+    """Return the layer classes that a part of Megatron-LM's models may be. named: only those of known parameters."""
+    rows = (row for row in MODULES.values() if row.role is role)
+    return tuple(row.op for row in rows if row.parameters or not named)
 
 
 def runs_as_module(node: Node, split: Split) -> bool:
@@ -44,20 +121,20 @@ def runs_as_module(node: Node, split: Split) -> bool:
     op = node.op
     if fitted(program(node), split) is not program(node) or reads_documents(node.value) or _shares_weights(node):
         return False
-    kind = next((t for t in type(op).__mro__ if t in MODULES), None)
-    if kind is None:
+    kind = module_kind(op)
+    if kind is None or kind.runs is None:
         return hasattr(op, "module")
     if not _shards_keys(node, split):
         return False
     if not (_has_tokens(node) or _needs_no_tokens(op, split)) or _is_other_dropout(node):
         return False
-    has_body_of_kind = getattr(kind, "body", None) is getattr(type(op), "body", None)  # a subclass may override it
-    return has_body_of_kind and MODULES[kind](op, split)
+    has_body_of_kind = getattr(kind.op, "body", None) is getattr(type(op), "body", None)  # a subclass may override it
+    return has_body_of_kind and kind.runs(op, split)
 
 
 def _shares_weights(node: Node) -> bool:
     """True if a layer has weights that other layers may have too, apart from the table of an embedding or of logits."""
-    tables = isinstance(node.op, (Embed, Positions, Unembed)) or hasattr(node.op, "module")
+    tables = isinstance(node.op, TABLES) or hasattr(node.op, "module")
     return not tables and any(not s.name.startswith(f"{node.name}.") for s in node.weights)
 
 
@@ -91,18 +168,16 @@ def _always(op: Op, split: Split) -> bool:
     return True
 
 
-def _is_sum(op: Op, split: Split) -> bool:
-    return isinstance(op, Pointwise) and op.fn == "add"
+def _is_sum(op: Pointwise, split: Split) -> bool:
+    return op.fn == "add"
 
 
-def _is_hidden_norm(op: Op, split: Split) -> bool:
-    return isinstance(op, RMSNorm | LayerNorm) and op.over == "embed" and not op.plus_one
+def _is_hidden_norm(op: RMSNorm | LayerNorm, split: Split) -> bool:
+    return op.over == "embed" and not op.plus_one
 
 
-def _is_megatron_attention(op: Op, split: Split) -> bool:
+def _is_megatron_attention(op: Attention, split: Split) -> bool:
     """True if megatron-core's SelfAttention computes the layer."""
-    if not isinstance(op, Attention):
-        return False
     plain_core = not op.gated and op.core == Attend(causal=op.causal, dropout=op.dropout)  # no window, softcap, sink, …
     plain_rope = not isinstance(op.rope, Rope) or op.rope.magnitude == 1.0
     return plain_core and plain_rope and (op.qk_norm is None or _is_plain_norm(op.qk_norm))
@@ -114,35 +189,118 @@ def _is_plain_norm(op: Op) -> bool:
     return isinstance(op, kinds) and any(type(op).body is kind.body for kind in kinds) and not op.plus_one
 
 
-def _is_megatron_mixture(op: Op, split: Split) -> bool:
+def _is_megatron_mixture(op: MoE, split: Split) -> bool:
     """True if megatron-core's MoELayer computes the layer: feed-forward experts, shared ones without biases.
 
     With etp each device of an expert would add the full bias.
     """
-    if not isinstance(op, MoE) or not _is_megatron_mlp(op.expert, split):
+    if not _is_megatron_mlp(op.expert, split):
         return False
-    if op.shared is not None and (not _is_megatron_mlp(op.shared, split) or _has_biases(op.shared)):
+    if op.shared is not None and (not _is_megatron_mlp(op.shared, split) or has_biases(op.shared)):
         return False
-    return split.etp == 1 or not _has_biases(op.expert)
+    return split.etp == 1 or not has_biases(op.expert)
 
 
 def _is_megatron_mlp(op: Op, split: Split) -> bool:
     """True if megatron-core's MLP computes the layer. It has no dropout inside."""
-    return isinstance(op, FEED_FORWARD) and not (isinstance(op, MLP | GeGLU) and op.dropout)
+    return isinstance(op, tuple(FIRST_WEIGHTS)) and not (isinstance(op, MLP | GeGLU) and op.dropout)
 
 
-def _has_biases(op: Layer) -> bool:
+def has_biases(op: Op) -> bool:
+    """True if the projections of a feed-forward layer have biases."""
     return isinstance(op, ClampedGLU) or (isinstance(op, MLP | SwiGLU) and op.bias)
 
 
-# Kinds of ops that a torch module computes, with the condition on their options. Other layers have a method `module`.
-MODULES: Mapping[type[Op], Callable[[Op, Split], bool]] = MappingProxyType(
+def is_gated(op: Op) -> bool:
+    """True if a feed-forward layer, or the experts of a mixture, are gated units."""
+    return is_gated(op.expert) if isinstance(op, MoE) else len(_first_weights(op)) > 1
+
+
+def _first_weights(op: Op) -> tuple[str, ...]:
+    return next((FIRST_WEIGHTS[t] for t in type(op).__mro__ if t in FIRST_WEIGHTS), ())
+
+
+def _no_parameters(op: Op) -> Iterator[Parameter]:
+    return iter(())
+
+
+def _of_table(op: Embed | Positions | Unembed) -> Iterator[Parameter]:
+    """Yield one row per token or position, whichever dim the table was declared with first; and the bias of logits."""
+    yield Parameter("weight", (op.table,), ("embed",))
+    if isinstance(op, Unembed) and op.bias:
+        yield Parameter("bias", ("bias",))
+
+
+def _of_norm(op: RMSNorm | LayerNorm) -> Iterator[Parameter]:
+    yield Parameter("weight", ("scale",))
+    if isinstance(op, LayerNorm) and op.bias:
+        yield Parameter("bias", ("shift",))
+
+
+def _of_attention(op: Attention) -> Iterator[Parameter]:
+    """Yield the parameters of SelfAttention; rows of linear_qkv are queries, key, value of each key/value head."""
+    yield Parameter("linear_qkv.weight", ("q", "k", "v"), ("embed",), by_head=True)
+    yield Parameter("linear_proj.weight", ("o",), ("heads", "head_dim"))
+    if op.bias or op.qkv_bias:
+        yield Parameter("linear_qkv.bias", ("q_bias", "k_bias", "v_bias"), by_head=True)
+    norm = () if op.qk_norm is None else module_parameters(op.qk_norm)
+    yield from (p.inside(f"{name}_layernorm.", f"{name}_norm") for name in "qk" for p in norm)
+    if op.bias:
+        yield Parameter("linear_proj.bias", ("o_bias",))
+
+
+def _of_cross_attention(op: CrossAttention) -> Iterator[Parameter]:
+    """Yield the parameters of megatron-core's CrossAttention; rows of linear_kv are key, value of each head."""
+    yield Parameter("linear_q.weight", ("q",), ("embed",))
+    yield Parameter("linear_kv.weight", ("k", "v"), ("embed",), by_head=True)
+    yield Parameter("linear_proj.weight", ("o",), ("heads", "head_dim"))
+    if op.bias or op.qkv_bias:
+        yield Parameter("linear_q.bias", ("q_bias",))
+        yield Parameter("linear_kv.bias", ("k_bias", "v_bias"), by_head=True)
+    if op.bias:
+        yield Parameter("linear_proj.bias", ("o_bias",))
+
+
+def _of_mlp(op: Layer) -> Iterator[Parameter]:
+    first = _first_weights(op)
+    yield Parameter("linear_fc1.weight", first, ("embed",))
+    yield Parameter("linear_fc2.weight", ("down",), ("ff",))
+    if has_biases(op):
+        yield Parameter("linear_fc1.bias", tuple(f"{name}_bias" for name in first))
+        yield Parameter("linear_fc2.bias", ("down_bias",))
+
+
+def _of_mixture(op: MoE) -> Iterator[Parameter]:
+    yield Parameter("router.weight", ("router",), ("embed",))
+    if op.bias:
+        yield Parameter("router.bias", ("router_bias",))
+    if op.corrected:
+        yield Parameter("router.expert_bias", ("correction",))
+    if op.shared is not None:
+        yield from (p.inside("shared_experts.", "shared") for p in module_parameters(op.shared))
+    yield from (evolve(p.inside("", "experts"), of_expert=True) for p in module_parameters(op.expert))
+
+
+MODULES: Mapping[type[Op], ModuleKind] = MappingProxyType(
     {
-        **dict.fromkeys((Embed, Positions, Unembed, Dropout), _always),
-        **dict.fromkeys(FEED_FORWARD, _is_megatron_mlp),
-        **dict.fromkeys((RMSNorm, LayerNorm), _is_hidden_norm),
-        Pointwise: _is_sum,
-        Attention: _is_megatron_attention,
-        MoE: _is_megatron_mixture,
+        row.op: row
+        for row in (
+            ModuleKind(Embed, Role.EMBEDDING, _always, _of_table),
+            ModuleKind(Positions, Role.POSITIONS, _always, _of_table),
+            ModuleKind(Unembed, Role.LOGITS, _always, _of_table),
+            ModuleKind(Dropout, None, _always, _no_parameters),
+            ModuleKind(Pointwise, None, _is_sum, _no_parameters),
+            ModuleKind(RMSNorm, Role.NORM, _is_hidden_norm, _of_norm),
+            ModuleKind(LayerNorm, Role.NORM, _is_hidden_norm, _of_norm),
+            ModuleKind(Attention, Role.ATTENTION, _is_megatron_attention, _of_attention),
+            ModuleKind(MLA, Role.ATTENTION, None, None),
+            ModuleKind(CrossAttention, Role.CROSS_ATTENTION, None, _of_cross_attention),
+            ModuleKind(MLP, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp),
+            ModuleKind(SwiGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp),
+            ModuleKind(GeGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp),
+            ModuleKind(ClampedGLU, None, _is_megatron_mlp, _of_mlp),
+            ModuleKind(MoE, Role.FEED_FORWARD, _is_megatron_mixture, _of_mixture),
+        )
     }
 )
+"""The rows. Layers of a user's own have a method `module` instead."""

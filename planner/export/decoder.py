@@ -45,6 +45,7 @@ from megaloom.dsl.layers.losses import Stacked
 from megaloom.dsl.node import primitives
 from megaloom.dsl.ops.weight import INITIAL_STD
 from megaloom.dsl.show.formatting import declared
+from megaloom.planner.contract.module_kinds import Role, kinds_at
 from megaloom.planner.rules.shared_weights import shared_weight_users
 
 from .target import Target, refuse
@@ -209,7 +210,7 @@ class _Walk:
 
     def norm(self) -> Norm:
         """Take a norm over embed that equals all norms before it."""
-        norm = cast(Norm, self.take(RMSNorm, LayerNorm))
+        norm = cast(Norm, self.take(*kinds_at(Role.NORM)))
         if self.shared_norm not in (None, norm):
             self.refuse(f"norms that differ ({_differing_fields(self.shared_norm, norm)})", self.here)
         if norm.over != "embed":
@@ -219,12 +220,12 @@ class _Walk:
 
     def layer(self) -> FeedForward:
         """Take both halves of a layer; return its feed-forward."""
-        attention: AttentionLayer = self.half(Attention, MLA)
+        attention: AttentionLayer = self.half(Role.ATTENTION)
         if self.attention not in (None, attention):
             difference = _differing_fields(self.attention, attention)
             self.refuse(f"attention that differs between layers ({difference})", self.last_half)
         self.attention = attention
-        feed: FeedForward = self.half(MLP, SwiGLU, GeGLU, MoE)
+        feed: FeedForward = self.half(Role.FEED_FORWARD)
         if any(isinstance(unit, MLP | GeGLU) and unit.dropout for unit in (feed, getattr(feed, "expert", None))):
             self.refuse("dropout inside a feed-forward", self.last_half)
         known = self.feed_forwards.setdefault(isinstance(feed, MoE), feed)
@@ -236,7 +237,8 @@ class _Walk:
     def last_half(self) -> Node:
         """The attention or feed-forward that was read last."""
         read = reversed(self.graph.nodes[: self.at])
-        return next(n for n in read if isinstance(n.op, Attention | MLA | MLP | SwiGLU | GeGLU | MoE))
+        kinds = kinds_at(Role.ATTENTION) + kinds_at(Role.FEED_FORWARD)
+        return next(n for n in read if isinstance(n.op, kinds))
 
     def at_mtp_input(self, tokens: Node, embed: Embed) -> bool:
         """Return whether the next node mixes hidden states with the embedding of the next token."""
@@ -260,11 +262,11 @@ class _Walk:
             self.refuse("logits with a bias", self.here)
         return norm, head
 
-    def half(self, *kinds: Any) -> Any:
-        """Take x + (norm → one of these kinds (→ dropout))(x); return the op of that kind."""
+    def half(self, role: Role) -> Any:
+        """Take x + (norm → a layer of this role (→ dropout))(x); return that layer."""
         x = self.here
         self.norm()
-        op = self.take(*kinds)
+        op = self.take(*kinds_at(role))
         self.dropout_rates.add(self.dropout())
         y, node = self.here, self.next
         if not (isinstance(node.op, Pointwise) and node.op.fn == "add" and set(node.inputs) == {x.name, y.name}):

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from megaloom.dsl import Embed, Graph, Node, Positions, Slot, Split, Unembed, Weight
+from megaloom.dsl import Graph, Node, Positions, Slot, Split, Weight
 from megaloom.dsl.facts.primitives import fitted, program
 from megaloom.dsl.node import primitives
 from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
-from megaloom.planner.contract.module_kinds import runs_as_module
+from megaloom.planner.contract.module_kinds import TABLES, runs_as_module
 
 from .rule import Words
-
-TABLES = (Embed, Positions, Unembed)
-"""Layers whose torch module has one row of its `table` for each token or position."""
 
 
 def shared_weight_users(graph: Graph) -> dict[str, list[Node]]:

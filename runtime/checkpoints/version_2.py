@@ -1,7 +1,7 @@
 """Checkpoints of versions 1 and 2, whose tensors are parameters of modules, and so depended on the layout.
 
-`modules.parameters` says how a module's parameters are made of weights; here that is solved for the weights, so such a
-checkpoint loads under any layout. Megatron-LM names its parameters alike.
+`planner.contract.module_kinds` says how a module's parameters are made of weights; here that is solved for the weights,
+so such a checkpoint loads under any layout. Megatron-LM names its parameters alike.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
-from megaloom.dsl import Embed, Graph, MoE, Node, Slot, Unembed
+from megaloom.dsl import Embed, Graph, Node, Slot, Unembed
 from megaloom.dsl.facts.primitives import program
+from megaloom.planner.contract.module_kinds import LOCAL_EXPERTS
 from megaloom.planner.rules.shared_weights import stored_by_rows
-from megaloom.runtime.modules.parameters import Weights, parameters
+from megaloom.runtime.modules.parameters import Weights, is_built_in, local_slots, parameters
 from megaloom.runtime.weights.views import Box, View, concatenated, solve, source
 
-EXPERTS = "experts.local_experts."  # begin of the names of megatron-core's parameters of experts
 STACKED = "experts.experts."  # begin of their names in checkpoints, where all experts are one tensor
 
 
@@ -78,21 +78,17 @@ def _read(shard: ShardedTensor, tensors: Mapping[str, View], prefix: str) -> Ten
 
 def _names(node: Node) -> Iterator[str]:
     """Yield the names that the tensors of a node may have."""
-    yield from (f"{node.name}.{name}" for name in _slots(node))
-    if parameters.dispatch(type(node.op)) is not parameters.dispatch(object):
+    yield from (f"{node.name}.{name}" for name in local_slots(node))
+    if is_built_in(node.op):
         for name in expressions(node):
             yield f"{node.name}.{name}"
-            if name.startswith(EXPERTS):
-                yield f"{node.name}.{STACKED}{name.removeprefix(EXPERTS).partition('.')[2]}"
+            if name.startswith(LOCAL_EXPERTS):
+                yield f"{node.name}.{STACKED}{name.removeprefix(LOCAL_EXPERTS).partition('.')[2]}"
 
 
 def expressions(node: Node) -> Mapping[str, Any]:
     """Return the whole parameters of a node's module as rearrangements of what `stored_weight` returns."""
-    return parameters(node.op, Weights(_slots(node), stored_weight, _experts(node)))
-
-
-def _experts(node: Node) -> range:
-    return range(node.op.experts if isinstance(node.op, MoE) else 0)
+    return parameters(node.op, Weights.of(node, stored_weight))
 
 
 def stored_weight(slot: Slot, index: int | None) -> View:
@@ -110,17 +106,13 @@ def _whole(slot: Slot, found: Mapping[tuple[str, int | None], View]) -> View | N
     return concatenated(present, 0) if present and len(present) == len(copies) else None
 
 
-def _slots(node: Node) -> dict[str, Slot]:
-    return {s.name.removeprefix(f"{node.name}."): s for s in node.weights}
-
-
 def _of_body(node: Node, tensors: Mapping[str, View], by_rows: frozenset[str]) -> dict[tuple[str, int | None], View]:
     """Return those weights of a node that the checkpoint has under their own names: it ran by its body.
 
     by_rows: shared weights that were stored with `embed` last, in whichever order they were declared.
     """
     out: dict[tuple[str, int | None], View] = {}
-    for name, slot in _slots(node).items():
+    for name, slot in local_slots(node).items():
         if (view := tensors.get(f"{node.name}.{name}")) is not None:
             view = view.T if slot.name in by_rows and slot.dims[-1].name != "embed" else view
             table = program(node).table.dims
@@ -132,7 +124,7 @@ def _of_body(node: Node, tensors: Mapping[str, View], by_rows: frozenset[str]) -
 
 def _of_module(node: Node, tensors: Mapping[str, View]) -> dict[tuple[str, int | None], View]:
     """Return the weights of a node that ran as a module, solved from those parameters that the checkpoint has."""
-    if parameters.dispatch(type(node.op)) is parameters.dispatch(object):
+    if not is_built_in(node.op):
         return {}  # a layer's own method may compute anything
     found: dict[tuple[str, int | None], View] = {}
     for name, expression in expressions(node).items():
@@ -147,8 +139,8 @@ def _stored(tensors: Mapping[str, View], node: str, name: str) -> Iterator[View]
     """Yield the tensor of a module's parameter; none if another node has saved it, with which it is shared."""
     if (view := tensors.get(f"{node}.{name}")) is not None:
         yield view
-    elif name.startswith(EXPERTS):
-        number, _, name = name.removeprefix(EXPERTS).partition(".")
+    elif name.startswith(LOCAL_EXPERTS):
+        number, _, name = name.removeprefix(LOCAL_EXPERTS).partition(".")
         if (view := tensors.get(f"{node}.{STACKED}{name}")) is not None:
             yield view.select(0, int(number))
 

@@ -7,41 +7,25 @@ from enum import Enum
 
 from attrs import frozen
 
-from megaloom.dsl import (
-    MLP,
-    Attention,
-    CrossAttention,
-    Embed,
-    GeGLU,
-    Graph,
-    LayerNorm,
-    MoE,
-    Node,
-    Op,
-    Positions,
-    RMSNorm,
-    SwiGLU,
-    Unembed,
-    UserError,
-)
+from megaloom.dsl import Attention, CrossAttention, Embed, Graph, Node, Unembed, UserError
+from megaloom.planner.contract.module_kinds import Role, kinds_at, module_kind
 from megaloom.runtime.checkpoints.version_2 import expressions, stored_weight
-from megaloom.runtime.weights.views import View, concatenated
+from megaloom.runtime.weights.views import View
 
-NORMS, FEED_FORWARD = (RMSNorm, LayerNorm), (MLP, SwiGLU, GeGLU, MoE)
-BLOCK: dict[str, tuple[type, ...]] = {
-    "input_layernorm.": NORMS,
-    "self_attention.": (Attention,),
-    "pre_mlp_layernorm.": NORMS,
-    "mlp.": FEED_FORWARD,
+BLOCK = {
+    "input_layernorm.": Role.NORM,
+    "self_attention.": Role.ATTENTION,
+    "pre_mlp_layernorm.": Role.NORM,
+    "mlp.": Role.FEED_FORWARD,
 }
 """The layers of a block, by the prefix of their tensors."""
-CROSS_BLOCK: dict[str, tuple[type, ...]] = {
-    "input_layernorm.": NORMS,
-    "self_attention.": (Attention,),
-    "pre_cross_attn_layernorm.": NORMS,
-    "cross_attention.": (CrossAttention,),
-    "pre_mlp_layernorm.": NORMS,
-    "mlp.": FEED_FORWARD,
+CROSS_BLOCK = {
+    "input_layernorm.": Role.NORM,
+    "self_attention.": Role.ATTENTION,
+    "pre_cross_attn_layernorm.": Role.NORM,
+    "cross_attention.": Role.CROSS_ATTENTION,
+    "pre_mlp_layernorm.": Role.NORM,
+    "mlp.": Role.FEED_FORWARD,
 }
 """The layers of a block of T5's decoder."""
 
@@ -101,11 +85,6 @@ def is_tied(g: Graph) -> bool:
     return bool(tables[Embed] & tables[Unembed])
 
 
-def is_gated(op: Op) -> bool:
-    """Return whether a feed-forward layer, or the experts of a mixture, are gated units."""
-    return is_gated(op.expert) if isinstance(op, MoE) else isinstance(op, SwiGLU | GeGLU)
-
-
 def megatron_parameters(g: Graph) -> list[Parameter]:
     """Return the tensors of a model in megatron-core. One that several nodes share is there for each of them.
 
@@ -124,27 +103,10 @@ def _parameters(node: Node, prefix: str) -> Iterator[Parameter]:
             name = HEAD[slot.name.removeprefix(f"{node.name}.")]
             yield Parameter(name, view.T if view.ndim > 1 else view, node)
         return
-    own = _cross_attention(node) if isinstance(node.op, CrossAttention) else expressions(node)
-    for name, view in own.items():
-        yield Parameter(f"{prefix}{name}", view, node)
-
-
-def _cross_attention(node: Node) -> dict[str, View]:
-    """Return the matrices of an attention to an encoder: rows of linear_kv are key, then value, head by head."""
-    assert isinstance(node.op, CrossAttention)
-    if node.op.kv_heads not in (None, node.op.heads):
+    if isinstance(node.op, CrossAttention) and node.op.kv_heads not in (None, node.op.heads):
         raise _unknown(node)
-    views = {slot.name.removeprefix(f"{node.name}."): stored_weight(slot, None) for slot in node.weights}
-    k, v = (views[name].permute(1, 2, 0).unsqueeze(1) for name in "kv")
-    out = {
-        "linear_q.weight": views["q"].permute(1, 2, 0).flatten(0, 1),
-        "linear_kv.weight": concatenated([k, v], 1).flatten(0, 2),
-        "linear_proj.weight": views["o"].flatten(0, 1).T,
-    }
-    if "q_bias" in views:
-        biases = [views[f"{name}_bias"].unsqueeze(1) for name in "kv"]
-        out |= {"linear_q.bias": views["q_bias"].flatten(), "linear_kv.bias": concatenated(biases, 1).flatten()}
-    return out | ({"linear_proj.bias": views["o_bias"]} if "o_bias" in views else {})
+    for name, view in expressions(node).items():
+        yield Parameter(f"{prefix}{name}", view, node)
 
 
 def _is_head(node: Node) -> bool:
@@ -166,7 +128,8 @@ def _places(g: Graph) -> dict[Node, str]:
     for nodes in blocks.values():
         decodes = any(isinstance(n.op, CrossAttention) for n in nodes)
         block = CROSS_BLOCK if decodes else BLOCK
-        odd = next((n for n, kinds in zip(nodes, block.values(), strict=False) if not isinstance(n.op, kinds)), None)
+        pairs = zip(nodes, block.values(), strict=False)
+        odd = next((n for n, role in pairs if not isinstance(n.op, kinds_at(role, named=True))), None)
         if odd or len(nodes) != len(block):
             raise _unknown(odd or nodes[-1])
         layers = "decoder" if decodes or family is Family.GPT else "encoder"
@@ -177,14 +140,15 @@ def _places(g: Graph) -> dict[Node, str]:
 
 def _outside(n: Node, layers: str, family: Family) -> str:
     """Return the prefix of a node outside of the blocks."""
-    match n.op:
-        case Embed():
+    kind = module_kind(n.op)
+    match kind and kind.role:
+        case Role.EMBEDDING:
             return f"embedding.{'tokentype' if n.inputs == ('types',) else 'word'}_embeddings."
-        case Positions():
+        case Role.POSITIONS:
             return "embedding.position_embeddings."
-        case RMSNorm() | LayerNorm():
+        case Role.NORM:
             return f"{layers}.final_layernorm."
-        case Unembed():
+        case Role.LOGITS:
             return f"{'lm_head.' if family is Family.T5 else ''}output_layer."
     raise _unknown(n)
 

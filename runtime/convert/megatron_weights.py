@@ -9,12 +9,13 @@ from pathlib import Path
 from attrs import frozen
 
 from megaloom.dsl import Attention, CrossAttention, Model, UserError, graph
+from megaloom.planner.contract.module_kinds import is_gated
 from megaloom.runtime.checkpoints.version_2 import unpadded, whole_weights
 from megaloom.runtime.weights.views import View, solve
 
 from .legacy_names import LegacyModel
 from .megatron_files import megatron_tensors
-from .megatron_names import LEFT_OUT, family_of, is_gated, is_tied, megatron_parameters
+from .megatron_names import LEFT_OUT, family_of, is_tied, megatron_parameters
 
 LISTED, NEAR = 5, 0.6
 PADDED = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")

@@ -1,14 +1,13 @@
 """Conversion of the weights of a model to the parameters of its modules, and to this rank's shards of them.
 
-In the model, weights have layout-independent names (`attention.3.q`) and full shapes. `parameters` computes from them,
-for each class of layer, the full parameters of its megatron-core module. `fill_shards` copies this rank's shard of
-each. Initial values come from `initial_weights`, so they do not depend on the layout.
+In the model, weights have layout-independent names (`attention.3.q`) and full shapes. `parameters` computes from them
+the full parameters of a megatron-core module, as `planner.contract.module_kinds` lists them. `fill_shards` copies this
+rank's shard of each. Initial values come from `initial_weights`, so they do not depend on the layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import singledispatch
 from math import prod
 from typing import Any, TypeVar
 
@@ -16,25 +15,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from megaloom.dsl import (
-    MLP,
-    Attention,
-    ClampedGLU,
-    Dropout,
-    Embed,
-    GeGLU,
-    LayerNorm,
-    MoE,
-    Node,
-    Op,
-    Pointwise,
-    Positions,
-    RMSNorm,
-    Slot,
-    SwiGLU,
-    Unembed,
-    UserError,
-)
+from megaloom.dsl import MoE, Node, Op, Slot, UserError, Value
+from megaloom.planner.contract.module_kinds import LOCAL_EXPERTS, Parameter, module_kind, module_parameters
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.padded_shards import with_padding
 from megaloom.runtime.megatron.process_groups import ProcessGroups
@@ -51,147 +33,78 @@ class Weights:
 
     slots: dict[str, Slot]
     draw: Draw
-    experts: range  # the experts that this rank holds
-    index: int | None = None  # selects one expert
+    experts: range  # the experts whose parameters are wanted
+
+    @classmethod
+    def of(cls, node: Node, draw: Draw, experts: range | None = None) -> Weights:
+        """Return the weights of a node, by default of all its experts."""
+        count = node.op.experts if isinstance(node.op, MoE) else 0
+        return cls(local_slots(node), draw, range(count) if experts is None else experts)
 
     def __call__(self, name: str) -> Any:
         """Return the full weight of this name, as a tensor or a view."""
-        return self.draw(self.slots[name], self.index)
+        return self.draw(self.slots[name], None)
 
-    def nested(self, name: str) -> Weights:
-        """Return the weights of a nested layer."""
-        prefix = name + "."
-        slots = {k.removeprefix(prefix): s for k, s in self.slots.items() if k.startswith(prefix)}
-        return evolve(self, slots=slots)
+    def parameter(self, p: Parameter, expert: int | None = None) -> Any:
+        """Return a parameter [rows, columns], or [rows], of a module, or that of one expert."""
+        parts = [self._rows_first(name, p.columns, expert) for name in p.weights]
+        if p.by_head:
+            heads = min(part.shape[0] for part in parts)
+            parts = [part.unflatten(0, (heads, part.shape[0] // heads)) for part in parts]
+        joined = torch.cat(parts, int(p.by_head)) if len(parts) > 1 else parts[0]
+        split = joined.ndim - len(p.columns)
+        return joined.flatten(split).flatten(0, split - 1) if p.columns else joined.flatten()
+
+    def _rows_first(self, name: str | Value, columns: tuple[str, ...], expert: int | None) -> Any:
+        """Return a weight, or that of one expert, with the dims of a row last."""
+        slot = self.slots[name] if isinstance(name, str) else next(s for s in self.slots.values() if s.value is name)
+        dims = [d.name for d in (slot.dims if expert is None else slot.value.shape.dims)]
+        order = (*(n for n in dims if n not in columns), *columns)
+        return self.draw(slot, expert).permute(*map(dims.index, order))
 
 
-@singledispatch
+def local_slots(node: Node) -> dict[str, Slot]:
+    """Return the weights of a node by their names in the layer."""
+    return {s.name.removeprefix(f"{node.name}."): s for s in node.weights}
+
+
 def parameters(op: Op, w: Weights) -> Parameters:
-    """Return the full parameters, by name, of the module that `registry.registered_module` builds for an op.
+    """Return the full parameters, by name, of the module that `registry.build_module` builds for an op.
 
-    They are rearrangements of weights: functions of `w` here only permute, reshape, split and concatenate, so that they
-    serve tensors and views. A layer with its own torch module has a method `parameters(self, w)`, which gets tensors
-    and may compute anything. Raise UserError if it is missing.
+    Those of a module of megatron-core are rearrangements of weights, so they serve tensors and views. A layer with its
+    own torch module has a method `parameters(self, w)`, which gets tensors and may compute anything. Raise UserError if
+    it is missing.
     """
-    method = getattr(op, "parameters", None)
-    if method is None:
+    own = None if is_built_in(op) else getattr(op, "parameters", None)
+    if own is not None:
+        return dict(own(evolve(w, draw=lambda slot, index: values_of(w.draw(slot, index)))))
+    if module_kind(op) is None:
         raise UserError(
             f"{op} has its own torch module, but no method that computes the module's parameters\n"
             "write a method parameters(self, w) that returns them by name, such as {'weight': w('up').T}"
         )
-    return dict(method(evolve(w, draw=lambda slot, index: values_of(w.draw(slot, index)))))
-
-
-@parameters.register(Dropout)
-@parameters.register(Pointwise)
-def _(op: Op, w: Weights) -> Parameters:
-    return {}
-
-
-@parameters.register(Embed)
-@parameters.register(Positions)
-@parameters.register(Unembed)
-def _(op: Embed | Positions | Unembed, w: Weights) -> Parameters:
-    """One row per token or position, whichever dim the table was declared with first; and the bias of logits."""
-    name = next(name for name, slot in w.slots.items() if slot.value is op.table)
-    out = {"weight": w(name) if w.slots[name].dims[-1].name == "embed" else w(name).T}
-    return out | {"bias": w("bias")} if isinstance(op, Unembed) and op.bias else out
-
-
-@parameters.register
-def _(op: RMSNorm, w: Weights) -> Parameters:
-    return {"weight": w("scale")}
-
-
-@parameters.register
-def _(op: LayerNorm, w: Weights) -> Parameters:
-    return {"weight": w("scale")} | ({"bias": w("shift")} if op.bias else {})
-
-
-@parameters.register
-def _(op: Attention, w: Weights) -> Parameters:
-    """linear_qkv's rows are grouped by key/value head: queries, key, value (megatron-core's attention.py)."""
-    q, k, v, o = (w(name) for name in "qkvo")
-    out = {
-        "linear_qkv.weight": _by_group(q.permute(1, 2, 0), k.permute(1, 2, 0), v.permute(1, 2, 0)),
-        "linear_proj.weight": o.flatten(0, 1).T,
-    }
-    if op.bias or op.qkv_bias:
-        out["linear_qkv.bias"] = _by_group(*(w(f"{name}_bias") for name in "qkv"))
-    if op.qk_norm is not None:
-        for name in "qk":
-            norm = parameters(op.qk_norm, w.nested(f"{name}_norm"))
-            out |= {f"{name}_layernorm.{k}": t for k, t in norm.items()}
-    return out | {"linear_proj.bias": w("o_bias")} if op.bias else out
-
-
-def _by_group(q: Any, k: Any, v: Any) -> Any:
-    """Return queries [heads, head_dim, …], keys and values [kv_heads, head_dim, …] as rows, group by group."""
-    groups = k.shape[0]
-    q = q.unflatten(0, (groups, q.shape[0] // groups))
-    return torch.cat([q, k[:, None], v[:, None]], 1).flatten(0, 2)
-
-
-@parameters.register
-def _(op: MLP, w: Weights) -> Parameters:
-    return _mlp_parameters(w, "up", bias=op.bias)
-
-
-@parameters.register
-def _(op: SwiGLU, w: Weights) -> Parameters:
-    return _mlp_parameters(w, "gate", "up", bias=op.bias)
-
-
-@parameters.register
-def _(op: GeGLU, w: Weights) -> Parameters:
-    return _mlp_parameters(w, "gate", "up")
-
-
-@parameters.register
-def _(op: ClampedGLU, w: Weights) -> Parameters:
-    return _mlp_parameters(w, "gate", "up", bias=True)
-
-
-def _mlp_parameters(w: Weights, *first: str, bias: bool = False) -> Parameters:
-    """Return the parameters of an MLP whose first matrix has the rows of the weights `first`."""
-    out = {"linear_fc1.weight": torch.cat([w(name).T for name in first]), "linear_fc2.weight": w("down").T}
-    if bias:
-        out["linear_fc1.bias"] = torch.cat([w(f"{name}_bias") for name in first])
-        out["linear_fc2.bias"] = w("down_bias")
-    return out
-
-
-@parameters.register
-def _(op: MoE, w: Weights) -> Parameters:
-    out = {"router.weight": w("router").T}
-    out |= {"router.bias": w("router_bias")} if op.bias else {}
-    out |= {"router.expert_bias": w("correction")} if op.corrected else {}
-    if op.shared is not None:
-        out |= {f"shared_experts.{k}": t for k, t in parameters(op.shared, w.nested("shared")).items()}
-    expert_weights = w.nested("experts")
-    for local, index in enumerate(w.experts):
-        one = evolve(expert_weights, index=index)
-        out |= {f"experts.local_experts.{local}.{k}": t for k, t in parameters(op.expert, one).items()}
+    rows = module_parameters(op)
+    out = {p.name: w.parameter(p) for p in rows if not p.of_expert}
+    for local, expert in enumerate(w.experts):
+        out |= {f"{LOCAL_EXPERTS}{local}.{p.name}": w.parameter(p, expert) for p in rows if p.of_expert}
     return out
 
 
 def is_built_in(op: Op) -> bool:
-    """Return whether the parameters of an op's module are given here, not by a method or function of a user's own."""
-    own = parameters.dispatch(type(op))
-    return own is not parameters.dispatch(object) and own.__module__ == __name__
+    """Return whether the parameters of an op's module are rearrangements, not computed by a method of a user's own."""
+    kind = module_kind(op)
+    return kind is not None and kind.runs is not None
 
 
 def node_parameters(node: Node, module: nn.Module, draw: Draw, groups: ProcessGroups) -> Parameters:
     """Return the full parameters of a node's module, with the experts of this rank only. For a body, its weights."""
-    slots = {s.name.removeprefix(node.name + "."): s for s in node.weights}
     if isinstance(module, Body):
-        full = {n: _body_weight(s, draw, groups, of_experts=n in module.expert_weight_names) for n, s in slots.items()}
+        names = module.expert_weight_names
+        full = {n: _body_weight(s, draw, groups, of_experts=n in names) for n, s in local_slots(node).items()}
         return full | {n: full[n].T for n in (module.names[i] for i in module.transposed_weights)}
-    local_experts = range(0)
-    if isinstance(node.op, MoE):
-        count = node.op.experts // groups.layout.ep
-        local_experts = range(groups.ep_rank * count, (groups.ep_rank + 1) * count)
-    return parameters(node.op, Weights(slots, draw, local_experts))
+    count = node.op.experts // groups.layout.ep if isinstance(node.op, MoE) else 0
+    local_experts = range(groups.ep_rank * count, (groups.ep_rank + 1) * count)
+    return parameters(node.op, Weights.of(node, draw, local_experts))
 
 
 def _body_weight(slot: Slot, draw: Draw, groups: ProcessGroups, *, of_experts: bool) -> Any:

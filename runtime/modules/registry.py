@@ -1,15 +1,15 @@
 """The torch module of each layer.
 
 `build_module(node, context)` returns the module of a node, a function of the node's inputs in their order. It is built
-on megatron-core's where that computes the layer's function, else it runs the node's own body (`Body`). So a layer need
-not be registered. A layer with a faster module has two methods, `module(self, context)` and `parameters(self, w)` (see
-`parameters`), which import torch when they are called. For a class that you cannot edit, use
-`registered_module.register` and `parameters.parameters.register`.
+on megatron-core's where `planner.contract.module_kinds` says that it computes the layer, else it runs the node's own
+body (`Body`). A layer of one's own with a faster module has two methods, `module(self, context)` and
+`parameters(self, w)` (see `parameters`), which import torch when they are called.
 """
 
 from __future__ import annotations
 
-from functools import singledispatch
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -33,9 +33,8 @@ from megaloom.dsl import (
     Unembed,
     UserError,
 )
-from megaloom.dsl.facts.primitives import fitted, program
 from megaloom.planner.contract.capability import Execution
-from megaloom.planner.contract.module_kinds import MODULES
+from megaloom.planner.contract.module_kinds import has_biases, is_gated, module_kind
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import DTYPES, BuildContext
@@ -50,12 +49,14 @@ from .moe import Mixture
 def build_module(node: Node, context: BuildContext) -> nn.Module:
     """Return the torch module of a node. Raise UserError if the node cannot be trained."""
     context, execution = context.of_node(node), node_execution(node, context)
-    registered = execution.module or _registered_elsewhere(node, context)
-    module = registered_module(node.op, context) if registered else None
+    if not execution.module:
+        return Body(node, context, execution)
+    op: Any = node.op
+    kind = module_kind(op)
+    constructor = None if kind is None else CONSTRUCTORS.get(kind.op)
+    module: nn.Module = op.module(context) if constructor is None else constructor(op, context)
     if isinstance(module, Mixture):
         module.experts.grouped = execution.grouped_experts
-    if module is None:
-        return Body(node, context, execution)
     if any(s.frozen for s in node.weights):
         if any(s.trained for s in node.weights):
             raise UserError(f"{node.name} has frozen and trained weights, so it cannot run as a torch module")
@@ -69,48 +70,7 @@ def node_execution(node: Node, context: BuildContext) -> Execution:
     return current_capability().execution(node, context.split, precision)
 
 
-def _registered_elsewhere(node: Node, context: BuildContext) -> bool:
-    """True if a user has registered a module for a class that the planner does not know, and the layout divides it."""
-    kind = registered_module.dispatch(type(node.op))
-    known = any(registered_module.registry.get(t) is kind for t in (object, *MODULES))
-    return not known and fitted(program(node), context.split) is program(node)
-
-
-@singledispatch
-def registered_module(op: Op, context: BuildContext) -> nn.Module | None:
-    """Return the module of an op that `capability` says runs as one; None if its class has none."""
-    method = getattr(op, "module", None)
-    return None if method is None else method(context)
-
-
-@registered_module.register
-def _(op: Embed, context: BuildContext) -> nn.Module:
-    return layers.Embedding(op.table, context)
-
-
-@registered_module.register
-def _(op: Positions, context: BuildContext) -> nn.Module:
-    return layers.LearnedPositions(op.table, op.offset, context)
-
-
-@registered_module.register
-def _(op: Unembed, context: BuildContext) -> nn.Module:
-    return layers.Logits(op.table, op.bias, context)
-
-
-@registered_module.register
-def _(op: Dropout, context: BuildContext) -> nn.Module:
-    return layers.HiddenDropout(op.rate, context.config.hidden_size, context)
-
-
-@registered_module.register
-def _(op: Pointwise, context: BuildContext) -> nn.Module:
-    return layers.Sum()
-
-
-@registered_module.register(RMSNorm)
-@registered_module.register(LayerNorm)
-def _(op: RMSNorm | LayerNorm, context: BuildContext) -> nn.Module:
+def _hidden_norm(op: RMSNorm | LayerNorm, context: BuildContext) -> nn.Module:
     return norm(op, context.config.hidden_size, context)
 
 
@@ -126,8 +86,7 @@ def norm(op: RMSNorm | LayerNorm, size: int, context: BuildContext) -> nn.Module
     )
 
 
-@registered_module.register
-def _(op: Attention, context: BuildContext) -> nn.Module:
+def _attention(op: Attention, context: BuildContext) -> nn.Module:
     rope, qk_norm = layers.rope_of(op), op.qk_norm
     head_dim = context.config.hidden_size // op.heads if op.head_dim is None else op.head_dim
     norms = tuple(norm(qk_norm, head_dim, context) for _ in "qk") if isinstance(qk_norm, RMSNorm | LayerNorm) else ()
@@ -144,17 +103,12 @@ def _(op: Attention, context: BuildContext) -> nn.Module:
     return layers.SelfAttention(op, context, config, norms)
 
 
-@registered_module.register(MLP)
-@registered_module.register(SwiGLU)
-@registered_module.register(GeGLU)
-@registered_module.register(ClampedGLU)
-def _(op: Layer, context: BuildContext) -> nn.Module:
-    return layers.FeedForward(context, context.layer_config(**feed_forward(op)))
+def _feed_forward(op: Layer, context: BuildContext) -> nn.Module:
+    return layers.FeedForward(context, context.layer_config(**feed_forward_fields(op)))
 
 
-@registered_module.register
-def _(op: MoE, context: BuildContext) -> nn.Module:
-    expert, shared = feed_forward(op.expert), {} if op.shared is None else feed_forward(op.shared)
+def _mixture(op: MoE, context: BuildContext) -> nn.Module:
+    expert, shared = feed_forward_fields(op.expert), {} if op.shared is None else feed_forward_fields(op.shared)
     config = context.layer_config(
         **expert,
         num_moe_experts=op.experts,
@@ -171,39 +125,33 @@ def _(op: MoE, context: BuildContext) -> nn.Module:
     return Mixture(op, config, shared_config, context.groups)
 
 
-@singledispatch
-def feed_forward(op: Layer) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that describe an MLP; none for another layer."""
-    return {}
+def feed_forward_fields(op: Layer) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that describe an MLP: channels, activation, gate, biases."""
+    fields: dict[str, Any] = {"gated_linear_unit": is_gated(op), "add_bias_linear": has_biases(op)}
+    match op:
+        case MLP() | GeGLU():
+            return {**fields, "ffn_hidden_size": op.ff, "activation_func": UNARY[op.act]}
+        case SwiGLU():
+            fused = device.gpu_count() > 0  # one compiled kernel; not on CPU
+            own = {"activation_func": UNARY["silu"], "bias_activation_fusion": fused}
+            return {**fields, "ffn_hidden_size": op.ff, **own}
+        case ClampedGLU():
+            clamp = {"activation_func_clamp_value": op.limit, "glu_linear_offset": 1.0}
+            return {**fields, "ffn_hidden_size": op.ff, "activation_func": UNARY["quick_gelu"], **clamp}
+    raise TypeError(f"megatron-core's MLP does not compute {type(op).__name__}")
 
 
-@feed_forward.register
-def _(op: MLP) -> dict[str, Any]:
-    return _mlp_fields(op.ff, op.act, gated=False, bias=op.bias)
-
-
-@feed_forward.register
-def _(op: GeGLU) -> dict[str, Any]:
-    return _mlp_fields(op.ff, op.act, gated=True, bias=False)
-
-
-@feed_forward.register
-def _(op: SwiGLU) -> dict[str, Any]:
-    fused = device.gpu_count() > 0  # one compiled kernel; not on CPU
-    return _mlp_fields(op.ff, "silu", gated=True, bias=op.bias) | {"bias_activation_fusion": fused}
-
-
-@feed_forward.register
-def _(op: ClampedGLU) -> dict[str, Any]:
-    clamp = {"activation_func_clamp_value": op.limit, "glu_linear_offset": 1.0}
-    return _mlp_fields(op.ff, "quick_gelu", gated=True, bias=True) | clamp
-
-
-def _mlp_fields(ff: int, act: str, *, gated: bool, bias: bool) -> dict[str, Any]:
-    """Return the fields that all MLPs set: channels, activation, gate, biases."""
-    return {
-        "ffn_hidden_size": ff,
-        "activation_func": UNARY[act],
-        "gated_linear_unit": gated,
-        "add_bias_linear": bias,
+CONSTRUCTORS: Mapping[type[Op], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
+    {
+        Embed: lambda op, context: layers.Embedding(op.table, context),
+        Positions: lambda op, context: layers.LearnedPositions(op.table, op.offset, context),
+        Unembed: lambda op, context: layers.Logits(op.table, op.bias, context),
+        Dropout: lambda op, context: layers.HiddenDropout(op.rate, context.config.hidden_size, context),
+        Pointwise: lambda op, context: layers.Sum(),
+        **dict.fromkeys((RMSNorm, LayerNorm), _hidden_norm),
+        **dict.fromkeys((MLP, SwiGLU, GeGLU, ClampedGLU), _feed_forward),
+        Attention: _attention,
+        MoE: _mixture,
     }
+)
+"""What makes the module of each layer class that `module_kinds` says our runtime runs as one."""

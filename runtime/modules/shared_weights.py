@@ -16,9 +16,10 @@ from attrs import frozen
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor, nn
 
-from megaloom.dsl import Graph, Node, UserError
+from megaloom.dsl import Graph, Node
+from megaloom.planner.contract.module_kinds import TABLES
 from megaloom.planner.contract.plans import Stage
-from megaloom.planner.rules.shared_weights import TABLES, groups_of_copies, shared_weight_users
+from megaloom.planner.rules.shared_weights import groups_of_copies, shared_weight_users
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.process_groups import ProcessGroups, collective_timeout
 
@@ -33,12 +34,6 @@ class SharedUse:
     parameter: str  # name in the module
     owner: str  # NODE.PARAMETER of the first node of the graph
     is_owner: bool  # True for that node
-
-    @property
-    def exists(self) -> bool:
-        """Return whether the module has this parameter or buffer."""
-        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        return self.parameter in tensors
 
     @property
     def tensor(self) -> Tensor:
@@ -77,12 +72,6 @@ class SharedUses:
                 owner = f"{first.name}.{'weight' if isinstance(first.op, TABLES) else name}"
                 parameter = name if isinstance(module, Body) else "weight"
                 use = SharedUse(name, node, module, parameter, owner, node is first)
-                if not use.exists:
-                    raise UserError(
-                        f"the weight {name!r} is shared by {first.name} and {users[name][1].name}, and the module "
-                        f"registered for {type(node.op).__name__} does not say which of its parameters that is\n"
-                        "give each layer a weight of its own, or do not register a module"
-                    )
                 uses.setdefault(name, []).append(use)
         for first_use, *others in uses.values():
             for use in others:

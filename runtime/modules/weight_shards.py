@@ -16,15 +16,15 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensorFactory
 from torch import Tensor, nn
 
-from megaloom.dsl import MoE, Node, Slot
+from megaloom.dsl import Node, Slot
 from megaloom.dsl.sharding_table import WHOLE
-from megaloom.planner.contract.module_kinds import runs_as_module
+from megaloom.planner.contract.module_kinds import module_parameters, runs_as_module
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.weights.views import Box, View, boxes_reader, source, stored_boxes, with_readers
 
 from .initial_weights import given_weight
-from .parameters import Weights, is_built_in, node_parameters, parameters, rank_shard, shard_position
+from .parameters import Weights, is_built_in, local_slots, node_parameters, parameters, rank_shard, shard_position
 
 
 def weight_shards(node: Node, module: nn.Module, groups: ProcessGroups) -> dict[str, ShardedTensorFactory] | None:
@@ -58,16 +58,14 @@ def parameter_weights(node: Node, module: nn.Module, groups: ProcessGroups) -> d
 
 def fused_weights(node: Node) -> list[tuple[str, ...]]:
     """Return the weights of a node that its module holds in one parameter, under the layouts where a module runs it."""
-    if is_built_in(node.op) and not runs_as_module(node, WHOLE):
-        return []
-    slots = {s.name.removeprefix(f"{node.name}."): s for s in node.weights}
-    try:
-        full = parameters(node.op, Weights(slots, _symbol, range(1 if isinstance(node.op, MoE) else 0)))
-        fused = [weights_in(view) for view in full.values()]
-    except Exception:  # no module, or a method of a user's own that computes anything
-        if is_built_in(node.op):
-            raise
-        return []
+    if is_built_in(node.op):
+        slots, rows = local_slots(node), module_parameters(node.op) if runs_as_module(node, WHOLE) else ()
+        fused = [tuple(slots[w].name for w in p.weights if isinstance(w, str)) for p in rows]
+    else:
+        try:
+            fused = [weights_in(view) for view in parameters(node.op, Weights.of(node, _symbol)).values()]
+        except Exception:  # no module, or a method of a user's own that computes anything
+            return []
     return [names for names in fused if len(names) > 1]
 
 

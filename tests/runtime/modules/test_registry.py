@@ -26,6 +26,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.module_kinds import MODULES
 from megaloom.planner.contract.plans import Stage
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.launch import launcher
@@ -142,3 +143,12 @@ def test_a_model_that_cannot_be_trained_is_refused(what: str, messages_by_model:
 
 def test_a_precision_that_only_the_planner_knows_is_refused(messages_by_model: dict[str, str]) -> None:
     assert messages_by_model["precision"] == "the runtime does not train in fp8\nuse fp32, bf16 or fp16"
+
+
+def test_each_layer_that_runs_as_a_module_has_its_constructor() -> None:
+    from megaloom.runtime.megatron import device
+
+    device.prepare()
+    from megaloom.runtime.modules.registry import CONSTRUCTORS
+
+    assert CONSTRUCTORS.keys() == {row.op for row in MODULES.values() if row.runs}
