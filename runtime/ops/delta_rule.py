@@ -2,7 +2,7 @@
 
 Within a chunk, with G_t the sum of its decays up to position t, the corrections u of all positions solve
 (I + A) u = beta (v - exp(G) k s), A_tm = beta_t exp(G_t - G_m) k_t · k_m for m < t, where s is the state before the
-chunk. Source: Yang et al., arXiv:2412.06464, section 3.3, whose triangular system it is.
+chunk. Source: Yang et al., arXiv:2412.06464, section 3.3.
 """
 
 from __future__ import annotations
@@ -90,27 +90,49 @@ def _chunked(op: DeltaRule, out: Value, *args: Tensor) -> Tensor:
 
 
 def delta_chunks(v: Tensor, decay: Tensor, beta: Tensor, k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results [batch, seq, heads, head_dim] and the last state [batch, heads, state, head_dim]."""
+    """Return the results [batch, seq, heads, head_dim] and the last state [batch, heads, state, head_dim].
+
+    A chunk multiplies the state by a matrix and adds another one to it. Both are computed for all chunks at once, so
+    that one product a chunk is left to compute in order.
+    """
     count = v.shape[1]
     size = min(CHUNK, count)
     v, decay, beta, k, q = (_chunks(x, size) for x in (v, decay, beta, k, q))  # chunks, batch, heads, size, ..
     sums = decay.cumsum(-1)
     future = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill(future, -torch.inf).exp()
-    reads = between * (q @ k.mT)  # of corrections, by each position
-    corrects = (beta[..., None] * between * (k @ k.mT)).tril(-1)
-    entered = torch.cat((beta[..., None] * v, (beta * sums.exp())[..., None] * k), -1)
-    solved = torch.linalg.solve_triangular(corrects, entered, upper=False, unitriangular=True)
-    values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-    queries = sums.exp()[..., None] * q
-    kept = (sums[..., -1:] - sums).exp()[..., None] * k
-    state, results = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1]), []
-    for i in range(len(v)):
-        u = values[i] - keys[i] @ state
-        results.append(queries[i] @ state + reads[i] @ u)
-        state = state * sums[i, ..., -1, None, None].exp() + kept[i].mT @ u
-    y = torch.stack(results, 1).movedim(3, 2)  # batch, chunks, size, heads, head_dim
-    return y.flatten(1, 2)[:, :count], state
+    inverse = unit_lower_inverse((beta[..., None] * between * (k @ k.mT)).tril(-1))
+    values = inverse @ (beta[..., None] * v)
+    keys = inverse @ ((beta * sums.exp())[..., None] * k)  # a correction is values - keys @ state
+    kept = ((sums[..., -1:] - sums).exp()[..., None] * k).mT
+    passed = sums[..., -1, None, None].exp() * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - kept @ keys
+    state = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1]).flatten(0, 1)
+    states = []
+    for matrix, added in zip(passed.flatten(1, 2), (kept @ values).flatten(1, 2), strict=True):
+        states.append(state)
+        state = torch.baddbmm(added, matrix, state)
+    before = torch.stack(states).unflatten(1, v.shape[1:3])
+    y = (sums.exp()[..., None] * q) @ before + (between * (q @ k.mT)) @ (values - keys @ before)
+    return y.movedim(0, 1).movedim(3, 2).flatten(1, 2)[:, :count], state.unflatten(0, v.shape[1:3])
+
+
+def unit_lower_inverse(a: Tensor) -> Tensor:
+    """Return (I + a)⁻¹ of strictly lower triangular matrices [.., size, size].
+
+    The inverse of [[p, 0], [r, q]] is [[p⁻¹, 0], [-q⁻¹ r p⁻¹, q⁻¹]]: from blocks of one row to the whole matrix. A sum
+    of powers of a would lose all digits where keys repeat.
+    """
+    size = a.shape[-1]
+    padding = (1 << (size - 1).bit_length()) - size
+    a = F.pad(a, (0, padding, 0, padding))
+    inverse = torch.ones_like(a[..., :, None, :1])  # [.., blocks, width, width] of the blocks on the diagonal
+    while (width := inverse.shape[-1]) < a.shape[-1]:
+        pairs = (-1, 2 * width)
+        diagonal = a.unflatten(-1, pairs).unflatten(-3, pairs).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        p, q = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -(q @ diagonal[..., width:, :width] @ p)
+        inverse = torch.cat((torch.cat((p, torch.zeros_like(p)), -1), torch.cat((corner, q), -1)), -2)
+    return inverse[..., 0, :size, :size]
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

@@ -11,7 +11,7 @@ from megaloom.dsl import DeltaRule, Dim, Input, Shape, Value, apply
 from megaloom.dsl.dims import BATCH, SEQ
 from megaloom.dsl.errors import ShapeError
 from megaloom.runtime.ops import whole
-from megaloom.runtime.ops.delta_rule import CHUNK, delta_chunks
+from megaloom.runtime.ops.delta_rule import CHUNK, delta_chunks, unit_lower_inverse
 
 HEADS, GROUPS, CHANNELS, STATE = Dim("heads", 4), Dim("groups", 2), Dim("head_dim", 8), Dim("state", 6)
 
@@ -47,6 +47,13 @@ def test_chunks_are_the_rule_of_each_position(count: int) -> None:
         )
     torch.testing.assert_close(found.float(), y.float() * STATE.known**0.5, rtol=0, atol=1e-5)  # theirs scales queries
     torch.testing.assert_close(state.float(), last.float(), rtol=0, atol=1e-5)
+
+
+def test_equal_keys_lose_no_digits() -> None:
+    """With equal keys and no decay, the powers of the triangular matrix grow to 1e18."""
+    ones = torch.ones(1, CHUNK, CHUNK).tril(-1)
+    exact = torch.eye(CHUNK) - torch.ones(CHUNK - 1).diag(-1)
+    torch.testing.assert_close(unit_lower_inverse(ones)[0], exact, rtol=0, atol=1e-6)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
