@@ -22,7 +22,7 @@ from megaloom.planner.contract.capability import AttentionKernel, is_plain_atten
 from megaloom.planner.contract.choices import Module
 
 from .attention_kernels import LocalQueries, ScoreDropout, attend, attend_block, heads_first
-from .attention_scores import alibi_slopes, finish_scores
+from .attention_scores import HeadScores, alibi_slopes
 from .kv_cache import KVCache, OpState, Rows
 from .local_op import LocalOp, TensorFunction
 from .registry import NextPosition, first_state, local, next_position, whole
@@ -56,8 +56,8 @@ def attention(
         of_queries = broadcast(indices[0], out.args[-2].shape, score_dims)
         of_keys = broadcast(indices[1], ["batch", "keys"], score_dims)
         other_document = of_queries != of_keys
-    slopes = alibi_slopes(heads) if op.alibi else None
-    scores = finish_scores(op, scores, *others, offset=offset, slopes=slopes, other_document=other_document)
+    of_heads = HeadScores(op, tuple(others), alibi_slopes(heads) if op.alibi else None)
+    scores = of_heads.finish(scores, offset, other_document)
     weights = scores.softmax(-1)[..., :count]
     weights = weights if dropped is None else dropped(weights, score_dims)
     return einsum(weights, score_dims, v, value, names(out.shape))
@@ -165,8 +165,8 @@ class NewQuery:
             if self.op.alibi:
                 local = local_queries(self.here, args[0])
                 slopes = _slopes(local.heads, q.device)[local.first_head :][: q.shape[1]]
-            others = args[3:-2] if self.op.documents else args[3:]
-            y = attend_block(self.op, slopes, None, offset, documents, q, k, w, *others)
+            of_heads = HeadScores(self.op, args[3:-2] if self.op.documents else args[3:], slopes)
+            y = attend_block(of_heads, (q, k, w), offset, documents)
         return broadcast(y, self.orders[0], self.here.out.shape)
 
 

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,10 +19,13 @@ from megaloom.planner.contract.attention_blocks import query_blocks
 from megaloom.planner.contract.capability import AttentionKernel
 from megaloom.runtime.megatron.fused_attention import fused_attention
 
-from .attention_scores import alibi_slopes, finish_scores
+from .attention_scores import HeadScores, alibi_slopes
 from .dropout_masks import MaskSource
 from .flex_attention import Documents, attend_by_flex
 from .tensors import broadcast
+
+DropBlock = Callable[[Tensor], Tensor]
+"""Dropout of the probabilities of a block."""
 
 
 @frozen
@@ -60,33 +63,28 @@ def attend(
     """Return attention of a rank's queries to all keys: a tensor with the dims of `out`."""
     op = out.op
     assert isinstance(op, Attend)
-    others, indices = (args[3:-2], args[-2:]) if op.documents else (args[3:], None)
+    others = args[3:-2] if op.documents else args[3:]
     queries = out.args[0].shape
     orders = [heads_first(a.shape, queries) for a in out.args[:3]]
     q, k, v = (broadcast(t, a.shape, order) for t, a, order in zip(args, out.args, orders, strict=False))
     outer, (q, k, v) = q.shape[:-3], (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
     lengths = [len(positions) for positions in local.ranges]
-    documents: list[Documents] | list[None] = (
-        [None for _ in lengths] if indices is None else _documents(indices, lengths)
-    )
+    documents: list[Documents | None] = [None for _ in lengths]
+    if op.documents:  # of each part of the queries, [b, part], with those of all keys, [b, keys]
+        documents = [(part, args[-1]) for part in args[-2].split(lengths, 1)]
     parts = zip(q.split(lengths, 2), local.ranges, documents, strict=True)
     if kernel is AttentionKernel.TORCH:
         found = [_fused(op, x, k, v, at) for x, at, _ in parts]
     else:
         assert kernel in (AttentionKernel.FLEX, AttentionKernel.BLOCKS), f"a body has no {kernel}"
         slopes = alibi_slopes(local.heads)[local.first_head :][: q.shape[1]].to(q.device) if op.alibi else None
+        of_heads = HeadScores(op, others, slopes)
         if kernel is AttentionKernel.FLEX:
-            found = [attend_by_flex(op, slopes, others, k, v, x, at, each) for x, at, each in parts]
+            found = [attend_by_flex(of_heads, x, k, v, at, each) for x, at, each in parts]
         else:
-            found = [y for x, at, each in parts for y in _in_blocks(op, slopes, dropped, others, k, v, x, at, each)]
+            found = [y for x, at, each in parts for y in _in_blocks(of_heads, dropped, x, k, v, at, each)]
     y = found[0] if len(found) == 1 else torch.cat(found, 2)
     return broadcast(y.view(*outer, *y.shape[1:]), orders[0], out.shape)
-
-
-def _documents(indices: tuple[Tensor, ...], lengths: list[int]) -> list[Documents]:
-    """Return the document indices of each part of the queries, [b, part], with those of all keys, [b, keys]."""
-    of_queries, of_keys = indices
-    return [(part, of_keys) for part in of_queries.split(lengths, 1)]
 
 
 def heads_first(shape: Shape, queries: Shape) -> list[str]:
@@ -101,22 +99,21 @@ def _fused(op: Attend, q: Tensor, k: Tensor, v: Tensor, positions: range) -> Ten
 
 
 def _in_blocks(
-    op: Attend,
-    slopes: Tensor | None,
+    of_heads: HeadScores,
     dropped: ScoreDropout | None,
-    others: tuple[Tensor, ...],
+    q: Tensor,
     k: Tensor,
     v: Tensor,
-    q: Tensor,
     positions: range,
     documents: Documents | None,
 ) -> Iterator[Tensor]:
     """Yield the outputs of blocks of queries. Each reads the keys that its mask shows, and recomputes its scores."""
-    for at, keys in query_blocks(op, positions, q.shape[0] * q.shape[1], k.shape[2]):
-        part = slice(at.start - positions.start, at.stop - positions.start)
-        own = None if documents is None else (documents[0][:, part], documents[1][:, keys.start : keys.stop])
-        run = partial(_attend_ranges, op, slopes, dropped, at, keys, own)
-        args = q[:, :, part], k[:, :, keys.start : keys.stop], v[:, :, keys.start : keys.stop], *others
+    for at, keys in query_blocks(of_heads.op, positions, q.shape[0] * q.shape[1], k.shape[2]):
+        part, shown = slice(at.start - positions.start, at.stop - positions.start), slice(keys.start, keys.stop)
+        own = None if documents is None else (documents[0][:, part], documents[1][:, shown])
+        drop = None if dropped is None else partial(dropped, queries=at, keys=keys)
+        run = partial(_attend_ranges, of_heads, at, keys, own, drop)
+        args = q[:, :, part], k[:, :, shown], v[:, :, shown], *of_heads.others
         if torch.is_grad_enabled():
             yield checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -124,45 +121,41 @@ def _in_blocks(
 
 
 def _attend_ranges(
-    op: Attend,
-    slopes: Tensor | None,
-    dropped: ScoreDropout | None,
+    of_heads: HeadScores,
     queries: range,
     keys: range,
     documents: Documents | None,
-    q: Tensor,
-    *others: Tensor,
+    drop: DropBlock | None,
+    *args: Tensor,
 ) -> Tensor:
-    """Return attention of queries to keys in consecutive positions of the sequence."""
-    offset = _positions(keys, q) - _positions(queries, q)[:, None]
-    drop = None if dropped is None else partial(dropped, queries=queries, keys=keys)
-    return attend_block(op, slopes, drop, offset, documents, q, *others)
+    """Return attention of queries to keys in consecutive positions of the sequence.
+
+    args: what the checkpoint saves, which are queries, keys, values, and the other weights of the op.
+    """
+    offset = _positions(keys, args[0]) - _positions(queries, args[0])[:, None]
+    return attend_block(evolve(of_heads, others=args[3:]), args[:3], offset, documents, drop)
 
 
 def attend_block(
-    op: Attend,
-    slopes: Tensor | None,
-    drop: Callable[[Tensor], Tensor] | None,
+    of_heads: HeadScores,
+    qkv: Sequence[Tensor],
     offset: Tensor,
     documents: Documents | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *others: Tensor,
+    drop: DropBlock | None = None,
 ) -> Tensor:
     """Return attention of queries [b, heads, rows, c] to keys and values [b, kv_heads, keys, c].
 
-    drop: the dropout of probabilities. offset: the position of each key minus that of each query, [rows, keys].
+    offset: the position of each key minus that of each query, [rows, keys]. drop: the dropout of probabilities.
     """
+    q, k, v = qkv
     batch, heads, rows, channels = q.shape
     shared = (batch, k.shape[1], -1)  # heads that read one key head follow one another
-    scaled = q * (channels**-0.5 if op.scale is None else op.scale)
+    scaled = q * (channels**-0.5 if of_heads.op.scale is None else of_heads.op.scale)
     scores = scaled.reshape(*shared, channels) @ k.transpose(-1, -2)
     scores, other = scores.view(batch, heads, rows, -1), None
     if documents is not None:
         other = (documents[0][:, :, None] != documents[1][:, None])[:, None]
-    scores = finish_scores(op, scores, *others, offset=offset, slopes=slopes, other_document=other)
-    weights = scores.softmax(-1)[..., : k.shape[2]]
+    weights = of_heads.finish(scores, offset, other).softmax(-1)[..., : k.shape[2]]
     weights = weights if drop is None else drop(weights)
     return (weights.reshape(*shared, k.shape[2]) @ v).view(batch, heads, rows, -1)
 

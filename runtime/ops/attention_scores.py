@@ -5,39 +5,44 @@ from __future__ import annotations
 import math
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from megaloom.dsl import Attend, RelativeBuckets
 
 
-def finish_scores(
-    op: Attend,
-    scores: Tensor,
-    *others: Tensor,
-    offset: Tensor,
-    slopes: Tensor | None = None,
-    other_document: Tensor | None = None,
-) -> Tensor:
-    """Return the scores that the softmax reads, from scaled products of queries and keys [.., heads, queries, keys].
+@frozen(eq=False)
+class HeadScores:
+    """The scores of some heads of an attention.
 
-    others: the weights of the op beyond queries, keys and values. offset: the position of each key minus that of each
-    query, [queries, keys]. slopes: of the ALiBi bias of these heads. other_document: True where a key is not of the
-    query's document. The score of a sink is added as a last key.
+    others: the weights of the op beyond queries, keys and values. slopes: of the ALiBi bias of these heads.
     """
-    if op.softcap is not None:
-        scores = op.softcap * torch.tanh(scores / op.softcap)
-    if slopes is not None:
-        scores = scores + slopes.to(scores)[:, None, None] * offset
-    if op.relative is not None:
-        scores = scores + others[-1][bucket_indices(offset, op.relative)].movedim(-1, 0)
-    if op.causal:
-        hidden = (offset > 0) if op.window is None else (offset > 0) | (offset <= -op.window)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    if other_document is not None:
-        scores = scores.masked_fill(other_document, -torch.inf)
-    if op.sink:
-        scores = torch.cat((scores, others[0][:, None, None].expand(*scores.shape[:-1], 1)), -1)
-    return scores
+
+    op: Attend
+    others: tuple[Tensor, ...] = ()
+    slopes: Tensor | None = None
+
+    def finish(self, scores: Tensor, offset: Tensor, other_document: Tensor | None = None) -> Tensor:
+        """Return the scores that the softmax reads, from products of queries and keys [.., heads, queries, keys].
+
+        offset: the position of each key minus that of each query, [queries, keys]. other_document: True where a key is
+        not of the query's document. The score of a sink is added as a last key.
+        """
+        op = self.op
+        if op.softcap is not None:
+            scores = op.softcap * torch.tanh(scores / op.softcap)
+        if self.slopes is not None:
+            scores = scores + self.slopes.to(scores)[:, None, None] * offset
+        if op.relative is not None:
+            scores = scores + self.others[-1][bucket_indices(offset, op.relative)].movedim(-1, 0)
+        if op.causal:
+            hidden = (offset > 0) if op.window is None else (offset > 0) | (offset <= -op.window)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        if other_document is not None:
+            scores = scores.masked_fill(other_document, -torch.inf)
+        if op.sink:
+            scores = torch.cat((scores, self.others[0][:, None, None].expand(*scores.shape[:-1], 1)), -1)
+        return scores
 
 
 def alibi_slopes(heads: int) -> Tensor:

@@ -18,7 +18,7 @@ from megaloom.dsl import Attend
 from megaloom.planner.contract.attention_blocks import visible_keys
 from megaloom.runtime.megatron import device
 
-from .attention_scores import bucket_indices
+from .attention_scores import HeadScores, bucket_indices
 
 MASK_BLOCK = 128  # queries and keys of a block of the mask
 # For fewer than 128 queries torch takes a kernel of decoding, which refuses masks of the chunks of context parallelism.
@@ -28,23 +28,17 @@ Documents = tuple[Tensor, Tensor]  # document indices of queries [b, rows] and o
 
 
 def attend_by_flex(
-    op: Attend,
-    slopes: Tensor | None,
-    others: tuple[Tensor, ...],
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    positions: range,
-    documents: Documents | None,
+    of_heads: HeadScores, q: Tensor, k: Tensor, v: Tensor, positions: range, documents: Documents | None
 ) -> Tensor:
     """Return attention of queries [b, heads, rows, c] at these positions to keys and values [b, kv_heads, keys, c]."""
+    op = of_heads.op
     keys = visible_keys(op, positions, k.shape[2])
     keys = range(keys.start // MASK_BLOCK * MASK_BLOCK, keys.stop)
     found = _kernel()(
         q,
         k[:, :, keys.start : keys.stop],
         v[:, :, keys.start : keys.stop],
-        score_mod=_score_change(op, slopes, others, positions, keys, q),
+        score_mod=_score_change(of_heads, positions, keys, q),
         block_mask=_block_mask(op, positions, keys, documents, q.device),
         scale=op.scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -54,7 +48,7 @@ def attend_by_flex(
     if not op.sink:
         return found  # type: ignore[no-any-return]
     out, log_sum = found
-    share = torch.sigmoid(log_sum - others[0].float()[:, None])  # of the keys; the sink has the rest
+    share = torch.sigmoid(log_sum - of_heads.others[0].float()[:, None])  # of the keys; the sink has the rest
     return out * share.to(out.dtype)[..., None]  # type: ignore[no-any-return]
 
 
@@ -105,14 +99,13 @@ def _visible(window: int | None, first: int) -> Callable[..., Tensor]:
     return visible
 
 
-def _score_change(
-    op: Attend, slopes: Tensor | None, others: tuple[Tensor, ...], queries: range, keys: range, q: Tensor
-) -> Callable[..., Tensor] | None:
+def _score_change(of_heads: HeadScores, queries: range, keys: range, q: Tensor) -> Callable[..., Tensor] | None:
     """Return what changes the score of a query and a key, by their indices; None if nothing does."""
+    op, slopes = of_heads.op, of_heads.slopes
     first, bias = keys.start - queries.start, None
     if op.relative is not None:  # a bias for each head and distance, from the least distance on
         distances = torch.arange(keys.start - queries.stop + 1, keys.stop - queries.start, device=q.device)
-        bias = others[-1][bucket_indices(distances, op.relative)].T.contiguous()
+        bias = of_heads.others[-1][bucket_indices(distances, op.relative)].T.contiguous()
     if op.softcap is None and slopes is None and bias is None:
         return None
     softcap, last = op.softcap, len(queries) - 1

@@ -1,4 +1,4 @@
-"""Declaring and planning never load torch; the command line of the runtime waits until it must."""
+"""Declaring and planning never load torch, the oracle never megatron-core; the command line waits until it must."""
 
 import subprocess
 import sys
@@ -29,3 +29,7 @@ def test_declaring_and_planning_do_without_torch() -> None:
 
 def test_the_runtime_is_named_without_loading_torch() -> None:
     assert not {"torch", "megatron"} & loaded("megaloom.runtime.cli.main")
+
+
+def test_the_oracle_and_the_torch_code_of_ops_do_without_megatron_core() -> None:
+    assert "megatron" not in loaded("megaloom.runtime.ops", "megaloom.runtime.reference")
