@@ -22,8 +22,6 @@ from megaloom.runtime.ops.tensors import dim_index
 from .decoding_graph import DecodingGraph, incremental_values, mixes_positions
 from .decoding_state import DecodingState, EncoderCache
 
-Reading = tuple[Value, Transitions]
-"""A value, and the transitions after which a primitive reads it."""
 Key = int | tuple[int, Transitions]
 """A value by its identity, and the transitions after which it is read, if there are any."""
 Operation = Callable[[dict[Key, Tensor], DecodingState], None]
@@ -55,16 +53,16 @@ class DecodingNode:
         return {i: self.body.full_weight(i).detach() for i in self.body.names}
 
     @cached_property
-    def read_once(self) -> tuple[Reading, ...]:
+    def read_once(self) -> dict[Key, Value]:
         """Return what incremental primitives read of values that do not depend on the written tokens."""
-        evaluation, found = Evaluation(self.body.local, {}, None), {}
+        evaluation, found = Evaluation(self.body.local, {}, None), dict[Key, Value]()
         for p in self.body.local.placement.steps:
             for a, before in zip(p.step.value.args, p.reads, strict=True):
                 read = id(p.step.value) in self.incremental and not isinstance(origin(a).op, Weight)
                 if read and not self._depends(a):
                     transitions = evaluation.transitions_of(p, a, before)
-                    found[id(origin(a)) if transitions else id(a), transitions] = a, transitions
-        return tuple(found.values())
+                    found[(id(origin(a)), transitions) if transitions else id(a)] = a
+        return found
 
     def _depends(self, v: Value) -> bool:
         """Return whether a value that a primitive reads depends on the written tokens."""
@@ -77,11 +75,10 @@ class DecodingNode:
         given = {id(v): inputs[name] for v, name in self._inputs}
         evaluation = _Prefill(self.body.local, {**self.weights, **given}, None, owner=self, state=state)
         out = evaluation.run()
-        for i, (v, transitions) in enumerate(self.read_once):
-            moved = evaluation.transitioned.get((id(origin(v)), transitions))
-            x = moved if transitions else evaluation.values.get(id(v))
+        for key, v in self.read_once.items():
+            x = evaluation.values.get(key) if isinstance(key, int) else evaluation.transitioned.get(key)
             if x is not None:
-                state.caches[self.node.name, i] = _encoder_cache(v, x)
+                state.caches[self.node.name, key] = _encoder_cache(v, x)
         return out
 
     def step(self, inputs: Mapping[str, Tensor], state: DecodingState) -> Tensor:
@@ -91,10 +88,9 @@ class DecodingNode:
         for v, name in self._inputs:
             if id(v) in self.incremental_inputs:
                 values[id(v)] = inputs[name]
-        for i, (v, transitions) in enumerate(self.read_once):
-            cache = state.caches.get((self.node.name, i))
-            if isinstance(cache, EncoderCache):
-                values[(id(origin(v)), transitions) if transitions else id(v)] = cache.values
+        for key in self.read_once:
+            if isinstance(cache := state.caches.get((self.node.name, key)), EncoderCache):
+                values[key] = cache.values
         for operation in operations:
             operation(values, state)
         return values[output]
@@ -142,8 +138,7 @@ class _Operations:
     def found(self) -> tuple[tuple[Operation, ...], Key]:
         """Return the operations, and the key of the output."""
         body, node = self.node.body.local, self.node
-        once = {(id(origin(v)), transitions) if transitions else id(v) for v, transitions in node.read_once}
-        self.made |= {*node.weights, *(id(v) for v in body.program.inputs), *once}
+        self.made |= {*node.weights, *(id(v) for v in body.program.inputs), *node.read_once}
         for p in body.placement.steps:
             if id(p.step.value) in node.incremental and not p.step.outer:
                 self.add(p)
