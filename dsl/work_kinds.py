@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WorkKind(StrEnum):
-    """Kind of the kernel that computes an op. All but three are memory-bound, whatever FLOPs they have.
+    """Kind of the kernel that computes an op. All but products, attention and scans are memory-bound.
 
     The gradient of a product takes as many FLOPs for each argument that has one as the forward pass. That of an
     attention core or a scan takes twice the forward pass.
@@ -25,6 +25,7 @@ class WorkKind(StrEnum):
     PRODUCT = "product"
     ATTENTION = "attention"
     SCAN = "scan"
+    TRIANGULAR_SCAN = "triangular scan"  # its state corrects itself: a triangular system for each chunk of positions
     CONVOLUTION = "convolution"
     POINTWISE = "pointwise"
     DROPOUT = "drop"
@@ -40,12 +41,17 @@ class WorkKind(StrEnum):
     @property
     def has_flops(self) -> bool:
         """True if arithmetic can take longer than memory traffic."""
-        return self in (WorkKind.PRODUCT, WorkKind.ATTENTION, WorkKind.SCAN)
+        return self is WorkKind.PRODUCT or (self.is_core and self is not WorkKind.CONVOLUTION)
 
     @property
     def is_core(self) -> bool:
         """True for kernels that mix positions: attention cores, scans and convolutions."""
-        return self in (WorkKind.ATTENTION, WorkKind.SCAN, WorkKind.CONVOLUTION)
+        return self is WorkKind.ATTENTION or self.is_scan or self is WorkKind.CONVOLUTION
+
+    @property
+    def is_scan(self) -> bool:
+        """True if it passes a state from position to position."""
+        return self in (WorkKind.SCAN, WorkKind.TRIANGULAR_SCAN)
 
     @property
     def is_exchange(self) -> bool:

@@ -106,7 +106,7 @@ def _flops(p: Program, step: Step, local: Local, split: Split) -> tuple[int, int
         forward = -(-v.op.flops(v.shape, shapes, local) * local(step.outer) // shares)
         return forward, 2 * forward, 0
     forward = v.op.flops(v.shape, shapes, local) * local(step.outer)
-    if v.op.work_kind is WorkKind.SCAN:
+    if v.op.work_kind.is_scan:
         return forward, 2 * forward, 0
     activations = sum(not isinstance(a.op, Weight) and id(a.source) not in p.data for a in v.args)
     return forward, forward * activations, forward * len(step.weights)

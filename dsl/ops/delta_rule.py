@@ -25,7 +25,7 @@ class DeltaRule(AlongSequence):
     """
 
     along: str = "seq"
-    work_kind: ClassVar[WorkKind] = WorkKind.SCAN
+    work_kind: ClassVar[WorkKind] = WorkKind.TRIANGULAR_SCAN
     arity: ClassVar[int] = 5
     channelwise: ClassVar[bool] = True
 

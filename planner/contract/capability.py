@@ -39,6 +39,7 @@ GROUPED_ROW = 8  # rows of the weights must be a multiple of 16 bytes, which is 
 
 
 SCAN_CHUNK = 128  # positions of a chunk of a scan
+TRIANGULAR_CHUNK = 64  # of a scan with a triangular system for each chunk
 
 
 class AttentionKernel(StrEnum):
@@ -62,11 +63,13 @@ class AttentionKernel(StrEnum):
 
 
 class ScanKernel(StrEnum):
-    """Implementation of one selective scan."""
+    """Implementation of one scan."""
 
-    FUSED = "the fused kernel of mamba_ssm"
+    FUSED = "the fused kernel of mamba_ssm or flash-linear-attention"
     CHUNKS = "matrix products over chunks of the sequence"  # the backward pass recomputes what is inside
     COMPILED_CHUNKS = "matrix products over chunks of the sequence, compiled"  # the kernels between them are fused
+
+    TRIANGULAR_CHUNKS = "matrix products over chunks of the sequence, in fp32, and one in order for each chunk"
 
     @property
     def recomputes(self) -> bool:
@@ -93,6 +96,7 @@ BODY_KERNELS: tuple[CoreKernel, ...] = (
     AttentionKernel.BLOCKS,
     ScanKernel.CHUNKS,
     ScanKernel.COMPILED_CHUNKS,
+    ScanKernel.TRIANGULAR_CHUNKS,
     ConvolutionKernel.COMPILED,
 )
 
@@ -181,6 +185,8 @@ class Capability:
         match v.op.work_kind:
             case WorkKind.SCAN:
                 return self.scan
+            case WorkKind.TRIANGULAR_SCAN:
+                return ScanKernel.FUSED if self.all_modules else ScanKernel.TRIANGULAR_CHUNKS
             case WorkKind.CONVOLUTION:
                 return self.convolution
         return self._attention(v, module)

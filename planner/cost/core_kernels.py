@@ -29,6 +29,7 @@ from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.workload import Precision
 
 from .kernels import ATTEND_BACKWARD, BACKWARD_TRAFFIC, HEAD, KernelSeconds, product_efficiency
+from .triangular_scan import triangular_bytes, triangular_seconds
 
 FP32 = NBYTES[DType.FLOAT32]
 # FlexAttention, with queries that read s keys on average, reaches FLEX * s / (s + FLEX_HALF) of the speed of fused
@@ -117,6 +118,8 @@ def core_seconds(work: Work, core: Core, device: Device, precision: Precision, c
     copies = cp if gathers else 1
     if core.kernel is AttentionKernel.FLEX:
         return _flex(work, core, device, precision)
+    if core.kernel is ScanKernel.TRIANGULAR_CHUNKS:
+        return triangular_seconds(work, device, cp, copies)
     if isinstance(core.kernel, ScanKernel):
         return _chunks(work, core, device, precision, cp, copies)
     if isinstance(core.kernel, ConvolutionKernel):
@@ -209,6 +212,8 @@ def _stacked_bytes(facts: Costs, precision: Precision) -> int:
 
 
 def _core_bytes(work: Work, core: Core, precision: Precision, cp: int, copies: int) -> int:
+    if core.kernel is ScanKernel.TRIANGULAR_CHUNKS:
+        return triangular_bytes(work, cp, copies)
     if isinstance(core.kernel, ScanKernel):
         t, positions, size = SCAN_TRAFFIC[core.kernel], work.count * work.m * copies, min(SCAN_CHUNK, work.m * cp)
         alive = t.pairs_alive * size + t.x_alive * work.k + t.states_alive * work.n * work.k // size

@@ -148,7 +148,7 @@ def _kernel(
             return _unfused_attention(work, device, precision, traffic)
         case WorkKind.ATTENTION:
             return _attention(work, device, precision, profile, traffic)
-        case WorkKind.SCAN if Precision.FP32 in device.flops:
+        case WorkKind.SCAN | WorkKind.TRIANGULAR_SCAN if Precision.FP32 in device.flops:
             busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
             return KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
         case WorkKind.LOGITS_LOSS if device.units > 1:
@@ -160,6 +160,7 @@ def _kernel(
             return KernelSeconds(forward * each, backward * each, *CPU_LOSS_KERNELS)
         case (
             WorkKind.SCAN
+            | WorkKind.TRIANGULAR_SCAN
             | WorkKind.CONVOLUTION
             | WorkKind.POINTWISE
             | WorkKind.DROPOUT

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaloom.dsl import DeltaRule, Value
+from megaloom.planner.contract.capability import TRIANGULAR_CHUNK
 
 from .kv_cache import FixedState, OpState, Rows
 from .local_op import LocalOp, TensorFunction
 from .registry import NextPosition, first_state, local, next_position, whole
 from .tensors import broadcast
-
-CHUNK = 64  # positions of a chunk: its triangular system has so many unknowns
 
 
 @whole.register
@@ -96,7 +95,7 @@ def delta_chunks(v: Tensor, decay: Tensor, beta: Tensor, k: Tensor, q: Tensor) -
     that one product a chunk is left to compute in order.
     """
     count = v.shape[1]
-    size = min(CHUNK, count)
+    size = min(TRIANGULAR_CHUNK, count)
     v, decay, beta, k, q = (_chunks(x, size) for x in (v, decay, beta, k, q))  # chunks, batch, heads, size, ..
     sums = decay.cumsum(-1)
     future = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)

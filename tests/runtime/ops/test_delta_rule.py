@@ -10,8 +10,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 from megaloom.dsl import DeltaRule, Dim, Input, Shape, Value, apply
 from megaloom.dsl.dims import BATCH, SEQ
 from megaloom.dsl.errors import ShapeError
+from megaloom.planner.contract.capability import TRIANGULAR_CHUNK as CHUNK
 from megaloom.runtime.ops import whole
-from megaloom.runtime.ops.delta_rule import CHUNK, delta_chunks, unit_lower_inverse
+from megaloom.runtime.ops.delta_rule import delta_chunks, unit_lower_inverse
 
 HEADS, GROUPS, CHANNELS, STATE = Dim("heads", 4), Dim("groups", 2), Dim("head_dim", 8), Dim("state", 6)
 
