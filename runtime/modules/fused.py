@@ -31,7 +31,7 @@ def _cos_and_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def hidden_rows(key: Tensor, first_sample: Tensor, batch: int, positions: Tensor) -> Tensor:
-    """Return the hashes [seq, batch, 1] of the vectors of hidden states, as `MaskSource.rows` does.
+    """Return the hashes [seq, batch, 1] of the vectors of hidden states, as `MaskSource.drop` does.
 
     positions: [seq, 1, 1]. A key and a first sample without dims are tensors, so that one kernel serves all steps.
     """
@@ -44,7 +44,7 @@ def _hidden_rows(key: Tensor, first_sample: Tensor, batch: int, positions: Tenso
 
 
 def drop(x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Return x [.., columns] after dropout, with the mask of `reference.dropout.dropout_mask`."""
+    """Return x [.., columns] after dropout, with the mask of `ops.dropout_masks.dropout_mask`."""
     out: Tensor = DropElements.apply(x, rows, columns, rate)
     return out
 

@@ -52,9 +52,9 @@ class ScoreDropout:
     def __call__(self, weights: Tensor, queries: range, keys: range) -> Tensor:
         """Return the probabilities [b, heads, queries, keys] after dropout."""
         heads = range(self.local.first_head, self.local.first_head + weights.shape[1])
-        samples = self.masks.samples(weights.shape[0], weights.device)[:, None, None, None]
-        rows = _positions(heads, weights)[:, None, None], _positions(queries, weights)[:, None]
-        return self.masks.drop(weights, self.rate, self.number, samples, *rows, _positions(keys, weights))
+        samples = self.masks.samples(weights.shape[0], weights.device)
+        positions = (_positions(at, weights) for at in (heads, queries, keys))
+        return self.masks.drop(weights, self.rate, self.number, samples, *positions)
 
 
 def attend(

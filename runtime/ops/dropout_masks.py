@@ -46,22 +46,14 @@ class MaskSource:
         digest = sha256(f"{self.seed} {self.step} {self.node} {number}".encode()).digest()
         return torch.full((), int.from_bytes(digest[:8], signed=True), device=device)
 
-    def rows(self, number: int, *indices: Tensor, device: torch.device) -> Tensor:
-        """Return the hashes of all dims but the last: int64, of the shape to which the indices broadcast.
-
-        number: of the dropout in its node. indices: the global positions along each dim, shaped to broadcast.
-        """
-        rows = self.key(number, device)
-        for index in indices:
-            rows = next_hash(rows, index)
-        return rows
-
-    def drop(self, x: Tensor, rate: float, number: int, *indices: Tensor) -> Tensor:
-        """Return x after dropout. indices: the global positions along each dim of x, shaped to broadcast."""
-        *others, columns = indices
-        rows = self.rows(number, *others, device=x.device).expand(*x.shape[:-1], 1)
+    def drop(self, x: Tensor, rate: float, number: int, *positions: Tensor) -> Tensor:
+        """Return x after dropout. number: of it in its node. positions: the global ones along each dim of x."""
+        *others, columns = positions
+        rows = self.key(number, x.device)
+        for index in others:
+            rows = next_hash(rows[..., None], index)
         parts = rows.reshape(-1, 1).split(max(1, ELEMENTS // x.shape[-1]))
-        mask = torch.cat([dropout_mask(part, columns.flatten(), rate) for part in parts]).view(x.shape)
+        mask = torch.cat([dropout_mask(part, columns, rate) for part in parts]).view(x.shape)
         return x * mask * (1 / (1 - rate))
 
 

@@ -115,9 +115,8 @@ def _(op: Drop, here: LocalOp) -> TensorFunction:
 
 def _by_position(rate: float, here: LocalOp, masks: MaskSource, x: Tensor) -> Tensor:
     """Return this rank's shard of a value after dropout, by the global position of each element."""
-    indices = (_global_positions(here, masks, i, n, x.device) for i, n in enumerate(x.shape))
-    shaped = (index.view(-1, *(1 for _ in x.shape[i + 1 :])) for i, index in enumerate(indices))
-    return masks.drop(x, rate, here.dropout, *shaped)
+    positions = (_global_positions(here, masks, i, n, x.device) for i, n in enumerate(x.shape))
+    return masks.drop(x, rate, here.dropout, *positions)
 
 
 def _global_positions(here: LocalOp, masks: MaskSource, i: int, count: int, device: torch.device) -> Tensor:

@@ -106,12 +106,11 @@ def _with_dropout(v: Value, args: list[Tensor], node: Node, masks: MaskSource) -
 
 def _drop(x: Tensor, dims: Sequence[str], *, masks: MaskSource, rate: float, number: int) -> Tensor:
     """Return a tensor with these dims after dropout."""
-    indices = (
+    positions = (
         masks.samples(n, x.device) if name == "batch" else torch.arange(n, device=x.device)
         for name, n in zip(dims, x.shape, strict=True)
     )
-    shaped = (index.view(-1, *(1 for _ in dims[i + 1 :])) for i, index in enumerate(indices))
-    return masks.drop(x, rate, number, *shaped)
+    return masks.drop(x, rate, number, *positions)
 
 
 def _copies(v: Value, known: dict[int, Tensor], node: Node, masks: MaskSource | None) -> Tensor:

@@ -122,9 +122,8 @@ def test_dropout_that_depends_on_the_layout(layer: Any, node: str | None) -> Non
 def mask(rate: float, *sizes: int, step: int = 0, node: str = "a", number: int = 0, first: int = 0) -> torch.Tensor:
     source = MaskSource(seed=1, step=step, first_sample=first).of(node)
     x = torch.ones(sizes)
-    indices = [source.samples(sizes[0], x.device), *(torch.arange(n) for n in sizes[1:])]
-    shaped = (index.view(-1, *(1 for _ in sizes[i + 1 :])) for i, index in enumerate(indices))
-    return source.drop(x, rate, number, *shaped) > 0
+    positions = source.samples(sizes[0], x.device), *(torch.arange(n) for n in sizes[1:])
+    return source.drop(x, rate, number, *positions) > 0
 
 
 def test_a_mask_is_a_function_of_its_arguments() -> None:
