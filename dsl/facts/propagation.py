@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType
@@ -107,18 +107,20 @@ class _Inference:
     def place(self, step: Step) -> PlacedOp:
         """Return a primitive with its transitions."""
         v = step.value
-        pairs = zip(v.args, (self.layout_reads(step, reads) for reads in step.reads), strict=True)
-        arguments = [_Argument(a, r, dict(self.required_gathers(step, a, r))) for a, r in pairs]
-        after = self.sharded_axes(v)
+        pairs = [(a, self.layout_reads(step, a, reads)) for a, reads in zip(v.args, step.reads, strict=True)]
+        arguments = self.aligned([_Argument(a, r, dict(self.required_gathers(step, a, r))) for a, r in pairs])
+        after, partial = self.sharded_axes(v), self.over(step, {name for reads in step.reads for name in reads.summed})
         work = {axis for x in (v, *v.args) if id(origin(x)) not in self.weights_only for axis in self.sharded_axes(x)}
         work |= {axis for axis in step.axes.values() if self.is_sharded(axis)}
-        work -= _gathered_axes(arguments) - after
-        reads = tuple((*self.reductions(a.value), *self.argument_transitions(step, a, work, after)) for a in arguments)
-        oversized = after & self.oversized_axes(step, arguments)
+        work -= _gathered_axes(arguments) - after - partial
+        reads = tuple(
+            (*self.reductions(a.value), *self.argument_transitions(step, a, work, after | partial)) for a in arguments
+        )
+        oversized = (after & self.oversized_axes(step, arguments)) - partial
         slices = tuple(Transition(a, REPLICATE, self.placement(v, a)) for a in ("cp", "tp") if a in oversized)
         return PlacedOp(step, reads, slices, frozenset(after), tuple(sorted(self.over(step, _statistics(step)))))
 
-    def layout_reads(self, step: Step, reads: Reads) -> Reads:
+    def layout_reads(self, step: Step, a: Value, reads: Reads) -> Reads:
         """Return what a primitive reads of an argument under this split.
 
         A dim is read whole under another name if the two names lie on different axes. Groups of indices are not read
@@ -126,9 +128,8 @@ class _Inference:
         """
         if reads.renamed:
             old, new = reads.renamed
-            x, table = step.value.args[0].shape, step.table
-            moves = table.axis(x[old]) != table.axis(step.value.shape[new])
-            return Reads(frozenset({old})) if moves else PLAIN
+            moves = step.table.axis(a.shape[old]) != step.table.axis(step.value.shape[new])
+            return evolve(reads, whole=reads.whole | {old}) if moves else reads
         if reads.groups:
             count, names = reads.groups
             first, *others = (self.split.degree(step.axes.get(name, "")) for name in names)
@@ -136,14 +137,50 @@ class _Inference:
             return PLAIN if own else reads
         return reads
 
+    def aligned(self, arguments: list[_Argument]) -> list[_Argument]:
+        """Return the arguments, each with as many indices as the others.
+
+        If one is gathered along a dim, the op computes the whole dim. An argument that it reads at the index of the
+        result alone then needs no gather: it has zeros outside of the device's shard.
+        """
+        gathered = [(a.value, axis) for a in arguments if not a.reads.keys for axis in a.gathers]
+        computed = {(axis, self.sharded_dim(v, axis)) for v, axis in gathered}
+        return [evolve(a, gathers={**dict(self.widened(a, computed)), **a.gathers}) for a in arguments]
+
+    def widened(self, a: _Argument, computed: Collection[tuple[str, str | None]]) -> Iterator[tuple[str, bool]]:
+        """Yield the axes over which an argument needs the whole of a dim that the op computes whole."""
+        for axis, name in computed:
+            if axis in self.sharded_axes(a.value):
+                if self.sharded_dim(a.value, axis) == name:
+                    yield axis, False
+            elif self.is_sliced(a, axis) and _sequence(a.value) == name:
+                yield axis, True
+
     def oversized_axes(self, step: Step, arguments: list[_Argument]) -> set[str]:
         """Return the axes over which each device computes more of a result than its shard."""
         v = step.value
+        if v.op.work_kind.is_exchange:
+            return set()
         axes = _gathered_axes(a for a in arguments if not a.reads.keys)
         axes |= self.over(step, [name for name in _statistics(step) if name not in v.shape])
         if any(reads.renamed for reads in step.reads):
             axes |= set(self.sharded_dims(v).values()) - set(self.sharded_dims(v.args[0]).values())
-        return axes
+        return axes | {axis for axis in ("tp", "cp") if not any(self.is_read_sharded(step, a, axis) for a in arguments)}
+
+    def is_read_sharded(self, step: Step, a: _Argument, axis: str) -> bool:
+        """Return whether a primitive reads the shard of an argument that its shard of the result is computed from."""
+        dim = self.sharded_dim(step.value, axis)
+        old, new = a.reads.renamed or (None, None)
+        if axis in a.gathers:
+            return False
+        if axis in self.sharded_axes(a.value):
+            same = self.sharded_dim(a.value, axis) == (old if dim == new else dim)
+            return same and not (axis == "tp" and self.enters_tensor_parallel(step, a.value))
+        return "tp" not in step.axes.values() and self.is_sliced(a, axis) and _sequence(a.value) == dim
+
+    def is_sliced(self, a: _Argument, axis: str) -> bool:
+        """Return whether work on a shard of the sequence over tp reads its positions of whole ids."""
+        return axis == "tp" and self.split.sequence_parallel and _is_data(a.value) and not a.reads
 
     def reductions(self, v: Value) -> Transitions:
         """Return the reductions of a value; none if it is not Partial."""

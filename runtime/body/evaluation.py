@@ -22,8 +22,8 @@ from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.capability import CoreKernel
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.recompute import DiscardedOutput
-from megaloom.runtime.ops import local
 from megaloom.runtime.ops.dropout_masks import MaskSource
+from megaloom.runtime.ops.registry import local_function
 from megaloom.runtime.ops.tensors import dim_index
 
 from .balancing_loss import Balancing
@@ -171,7 +171,7 @@ class Evaluation:
     def computed(self, p: PlacedOp, *args: Tensor) -> Tensor:
         """Return what a primitive computes from these arguments, before the transitions of its result."""
         v, moe = p.step.value, self.local.balanced_moe
-        out = local(v.op, self.rank_op(p))(*args)
+        out = local_function(self.rank_op(p))(*args)
         if isinstance(v.op, Gate) and moe and self.balancing and not p.step.outer:
             return self.balancing.attach_to_gate(moe, p, self.local.groups, args[0], out)
         return out

@@ -15,8 +15,8 @@ from megaloom.planner.contract.capability import AttentionKernel, Core, Executio
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.body.evaluation import Evaluation, LocalProgram
 from megaloom.runtime.megatron.build_context import BuildContext
-from megaloom.runtime.ops import first_state, local, next_position
-from megaloom.runtime.ops.registry import NextPosition
+from megaloom.runtime.ops import first_state, next_position
+from megaloom.runtime.ops.registry import NextPosition, local_function
 from megaloom.runtime.ops.tensors import dim_index
 
 from .decoding_graph import DecodingGraph, incremental_values, mixes_positions
@@ -154,7 +154,7 @@ class _Operations:
             step = next_position(v.op, here)
             self.operations.append(_from_state(id(v), step, args, (self.node.node.name, id(v))))
         else:
-            self.operations.append(_computed(id(v), local(v.op, here), args))
+            self.operations.append(_computed(id(v), local_function(here), args))
         for t in self.needed(p.result):
             self.operations.append(_computed(id(v), partial(self.evaluation.performed, t, v), [id(v)]))
         self.made.add(id(v))

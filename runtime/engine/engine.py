@@ -38,6 +38,7 @@ from megaloom.runtime.optimizer.weight_update import (
     first_bad_output,
     update_weights,
 )
+from megaloom.runtime.reference.declared_reads import check_graph
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .gradients import WeightGradient, gather_gradients
@@ -99,6 +100,7 @@ class Engine:
         methods of `Steps`. For the other options see `shard`. Raise UserError for a plan that the runtime does not run.
         """
         check_trainable(plan, model)
+        check_graph(graph(model))
         recipe.check_layout(plan.layout)
         if recipe.deterministic:
             device.use_deterministic_kernels()

@@ -54,10 +54,17 @@ class LocalOp(ABC):
     def fill_padding(self, a: Value, x: Tensor, over: tuple[str, ...], number: float) -> Tensor:
         """Return an argument with a number in what pads its dims `over`."""
         for i, d in enumerate(a.shape):
-            axis = self.axis(d.name) if d.name in over else None
-            padding = self.padding(d, x, i, axis) if axis in ("tp", "etp") else None
-            x = x if padding is None else x.masked_fill(padding, number)
+            axis = self.axis(d.name) if d.name in over and d.size is not None else None
+            if axis in ("tp", "etp") and not self.is_whole(d, x.shape[i], axis):
+                padding = self.padding(d, x, i, axis)
+                x = x if padding is None else x.masked_fill(padding, number)
         return x
+
+    def is_whole(self, d: Dim, count: int, axis: str) -> bool:
+        """Return whether a tensor with this many indices of a dim is no shard: it was gathered along the dim."""
+        return count > self.placed.step.table.dims[d.name].local(
+            d.known, self.groups.of_axis(axis).size(), self.groups.layout.split
+        )
 
     @abstractmethod
     def perform(self, transition: Transition, x: Tensor) -> Tensor:

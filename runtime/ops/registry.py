@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, singledispatch
+from typing import Any
 
 from torch import Tensor
 
@@ -36,7 +37,48 @@ def whole(op: Op, out: Value, *args: Tensor) -> Tensor:
 @singledispatch
 def local(op: Op, here: LocalOp) -> TensorFunction:
     """Return the function of local arguments that computes this rank's shard of the result."""
+    summed = tuple(name for reads in here.placed.step.reads for name in reads.summed if not reads.rows)
+    over = set(here.out.shape.names).union(*(a.shape.names for a in here.out.args)) if has_own_whole(op) else summed
+    if any(here.axis(name) in ("tp", "etp") for name in over):  # of any degree
+        return partial(_of_padded, here, summed)
     return whole_function(here.out)
+
+
+def local_function(here: LocalOp) -> TensorFunction:
+    """Return the function of `local` for an op, unless its class has `whole` of its own and inherits `local`."""
+    kind = type(here.out.op)
+    inherits = _order(whole, kind) < _order(local, kind)
+    return local.dispatch(object if inherits else kind)(here.out.op, here)
+
+
+def has_own_whole(op: Op) -> bool:
+    """Return whether `whole` of an op is a user's own."""
+    return not whole.dispatch(type(op)).__module__.startswith("megaloom.runtime.")
+
+
+def has_own_local(op: Op) -> bool:
+    """Return whether an op whose `whole` is a user's own has `local` too."""
+    return has_own_whole(op) and _order(local, type(op)) <= _order(whole, type(op))
+
+
+def _order(function: Any, kind: type) -> int:
+    """Return the place, in the order of its base classes, of the class whose function an op has."""
+    return next(i for i, base in enumerate(kind.__mro__) if base in function.registry)
+
+
+def _of_padded(here: LocalOp, summed: tuple[str, ...], *args: Tensor) -> Tensor:
+    """Return `whole` of arguments with zeros in the padding of dims that it sums over, so that they add nothing.
+
+    A layout pads a vocabulary on a single device too, and what is computed from padding may be infinite. A user's own
+    function has ones in other padding: its gradient there is then finite.
+    """
+    op, names = here.out.op, {name for a in here.out.args for name in a.shape.names}
+    others = tuple(names.difference(summed)) if has_own_whole(op) else ()
+    filled = (
+        here.fill_padding(a, here.fill_padding(a, x, others, 1), summed, 0)
+        for a, x in zip(here.out.args, args, strict=True)
+    )
+    return whole(op, here.out, *filled)
 
 
 @singledispatch

@@ -15,6 +15,7 @@ from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, latest, n
 from megaloom.runtime.data.folder_lock import check_free
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import started_by_launcher
+from megaloom.runtime.reference.declared_reads import check_graph
 from megaloom.runtime.samples.samples import SampleMaker
 
 from .host_memory import check_host_memory
@@ -44,6 +45,7 @@ def check_run(plan: Plan, options: RunOptions) -> Start:
     model = planned_model(plan)
     check_plan(plan, model)
     check_trainable(plan, model)
+    check_graph(graph(model))
     check_rampup(options.recipe, plan)
     options.recipe.check_layout(plan.layout)
     options.monitoring.check_packages()

@@ -29,6 +29,7 @@ from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.reference.declared_reads import check_graph
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .host_memory import check_host_memory
@@ -144,6 +145,7 @@ def compare(
     model = planned_model(plan)
     check_plan(plan, model)
     check_trainable(plan, model)
+    check_graph(graph(model))
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
     check_host_memory(plan, "verify")
