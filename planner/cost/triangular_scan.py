@@ -17,7 +17,7 @@ from megaloom.planner.contract.workload import Precision
 
 from .kernels import KernelSeconds
 
-WIDTH = NBYTES[DType.FLOAT32]
+NUMBER_NBYTES = NBYTES[DType.FLOAT32]
 PRODUCTS = 0.32  # share of the fp32 peak that its batched products reach
 OTHER_PASSES = (16.4, 31.0)  # of the other kernels over the numbers of a position and head, forward and backward
 ALIVE = 7.4  # numbers held at once in the backward pass, per number of a position and head
@@ -37,7 +37,7 @@ def triangular_seconds(work: Work, device: Device, cp: int, copies: int) -> Kern
     pairs = 2 * n + (c + n) + c
     flops = 2 * positions * (size * pairs + n * n + n * c + n * n * c / size + 2 * n * c)
     product = flops / (device.flops.get(Precision.FP32, device.flops[Precision.BF16.wide]) * PRODUCTS)
-    moved = [passes * WIDTH * numbers / device.moves for passes in OTHER_PASSES]
+    moved = [passes * NUMBER_NBYTES * numbers / device.moves for passes in OTHER_PASSES]
     forward, chunks = product + moved[0], ceil(work.m * cp / size)
     kernels = [fixed + each * chunks for fixed, each in zip(FIXED_KERNELS, CHUNK_KERNELS, strict=True)]
     return KernelSeconds(forward, forward + 2 * product + moved[1], *kernels)
@@ -45,7 +45,7 @@ def triangular_seconds(work: Work, device: Device, cp: int, copies: int) -> Kern
 
 def triangular_bytes(work: Work, cp: int, copies: int) -> int:
     """Return the bytes that it holds at once in its backward pass, and frees."""
-    return int(WIDTH * ALIVE * _numbers(work, cp, copies))
+    return int(NUMBER_NBYTES * ALIVE * _numbers(work, cp, copies))
 
 
 def _chunk(work: Work, cp: int) -> int:
