@@ -1,7 +1,7 @@
 """Layers that megatron-core has a module of: one row per class, with its condition, parameters and role in a model.
 
 `capability` decides by `runs_as_module`, and the runtime builds what it says. Every other layer runs by its body.
-Initial weights, checkpoints, conversions and exports read the parameters and places of the rows.
+Initial weights, checkpoints, conversions and exports read the parameters and roles of the rows.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ModuleKind:
     """
 
     op: type[Op]
-    role: Role | None  # None: Megatron-LM's models have it in none, or inside of another layer
+    role: Role | None  # in Megatron-LM's models; None: inside of another layer, or nowhere
     runs: Callable[[Any, Split], bool] | None  # True if our runtime runs the module; None: it runs the body
     parameters: Callable[[Any], Iterator[Parameter]] | None  # None: not known
 

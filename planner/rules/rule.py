@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
@@ -54,10 +54,10 @@ class Case(Generic[L]):
     workload: Workload
     cluster: Cluster
     starts: tuple[int, ...] = ()  # first node of each stage of a plan; empty without stages
-    requirements: ModelRequirements = field(init=False)
 
-    @requirements.default
-    def _requirements(self) -> ModelRequirements:
+    @property
+    def requirements(self) -> ModelRequirements:
+        """The sizes that axes must divide, and what else the model requires of a layout."""
         return model_requirements(self.graph)
 
 

@@ -23,9 +23,8 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import DTYPES, BuildContext
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.modules.built_node import BuiltNode
 from megaloom.runtime.modules.initial_weights import GivenValues, given_weight
-from megaloom.runtime.modules.parameters import fill_shards, node_parameters
-from megaloom.runtime.modules.registry import node_execution
 from megaloom.runtime.ops.kv_cache import Rows
 from megaloom.runtime.ops.tensors import dim_index
 
@@ -62,9 +61,8 @@ class Decoder:
         own = graph.nodes[bounds[groups.pp_rank] : bounds[groups.pp_rank + 1]]
         nodes = []
         for n in own:
-            node = DecodingNode.of(n, context, node_execution(n, context), graph)
-            full = node_parameters(n, node.body, lambda slot, i: given_weight(slot, weights, i), groups)
-            fill_shards(node.body, full, groups)
+            node = DecodingNode.of(n, context, context.execution(n), graph)
+            BuiltNode(n, node.body, groups).fill(lambda slot, i: given_weight(slot, weights, i))
             nodes.append(node)
         return cls(graph, bounds, groups, tuple(nodes), DTYPES[precision], last_position)
 
@@ -191,4 +189,4 @@ def _context(groups: ProcessGroups, precision: Precision) -> BuildContext:
         "params_dtype": DTYPES[precision],
         "cuda_graph_scope": [],  # the default prints a deprecation warning
     }
-    return BuildContext(groups, fields, seq=1)
+    return BuildContext(groups, fields, seq=1, precision=precision)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from attrs import define, field
-from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megaloom.dsl import Graph, Model, UserError, graph
@@ -23,11 +22,9 @@ from megaloom.runtime.checkpoints import checkpoint
 from megaloom.runtime.checkpoints.manifest import Manifest
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.build_context import make_build_context
-from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
-from megaloom.runtime.modules.initial_weights import GivenValues, adapters_of, check_weights
+from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.modules.initial_weights import GivenValues, adapters_of
 from megaloom.runtime.modules.model_chunk import ModelChunk
-from megaloom.runtime.modules.shared_weights import share_between_chunks, share_between_ranks
 from megaloom.runtime.ops.dropout_masks import MaskSource
 from megaloom.runtime.optimizer.fine_tuning import fine_tuning
 from megaloom.runtime.optimizer.parameter_groups import ParameterGroup, zero_frozen_gradients
@@ -55,10 +52,11 @@ from .own_batches import (
 )
 from .own_sums import check_counted, evaluated
 from .pipeline_run import MicroBatches, PipelineRun, Samples
+from .rank_model import RankModel
 from .results import EvaluationResult, StepResult
 from .shared_batches import SharedBatches, check_kinds, is_absent
 from .steps import DECLARED, HeldOut, Step, Steps, complete, held_out_step, reads_more
-from .training_state import TrainingState, fill_weights, make_model_chunks, restore
+from .training_state import TrainingState, restore
 
 
 @define(eq=False)
@@ -99,45 +97,17 @@ class Engine:
         torch.distributed must be initialized with as many ranks as the plan has. steps: an object with any of the
         methods of `Steps`. For the other options see `shard`. Raise UserError for a plan that the runtime does not run.
         """
-        check_trainable(plan, model)
-        check_graph(graph(model))
-        recipe.check_layout(plan.layout)
-        if recipe.deterministic:
-            device.use_deterministic_kernels()
-        g, groups = graph(model), create_process_groups(plan.layout)
-        if not any(slot.trained for slot in g.weights.values()):
-            raise UserError(
-                f"all weights of {model.name} are frozen, so there is nothing to train\n"
-                "train it without freeze(…); shard_frozen(…) runs a frozen model beside another one"
-            )
-        if weights is not None:
-            check_weights(g, weights, drawn=adapters_of(model))
-            recipe = fine_tuning(recipe, model)
-        context = make_build_context(g, plan.layout, plan.workload, groups)
-        context.config.moe_router_bias_update_rate = recipe.bias_update_rate
-        tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
-        model_chunks = make_model_chunks(plan, g, context, groups)
-        fill_weights(model_chunks, groups, recipe.seed, weights)
-        uses = [chunk.shared for chunk in model_chunks]
-        share_between_chunks(uses)
-        shared_gradients = share_between_ranks(g, plan.stages, uses, groups)
-        state = TrainingState.of(
-            model_chunks,
-            recipe,
-            context.config,
-            groups,
-            tokens=plan.workload.tokens,
-            parameter_groups=parameter_groups,
-            average=average,
-        )
-        pipeline = PipelineRun(plan, g, groups, state.chunks, LossTerms.of(g, plan.layout.cp), shared_gradients)
-        context.config.finalize_model_grads_func = pipeline.finalize_gradients
-        own = complete(steps)
-        if steps is not None:
-            pipeline.own_steps, pipeline.reads_more = True, reads_more(own)
-        if steps is not None or pipeline.terms.classifier:
-            for chunk in model_chunks:
-                chunk.return_predictions()
+        _check(plan, model, recipe)
+        part = RankModel.build(plan, model, recipe.seed, weights, adapters_of(model))
+        recipe = recipe if weights is None else fine_tuning(recipe, model)
+        shared_gradients = part.shared_gradients()
+        state = TrainingState.of(part, recipe, parameter_groups, average)
+        g, groups, own = part.graph, part.groups, complete(steps)
+        terms, reads = LossTerms.of(g, plan.layout.cp), steps is not None and reads_more(own)
+        pipeline = PipelineRun(plan, g, groups, state.chunks, terms, shared_gradients, steps is not None, reads)
+        part.config.finalize_model_grads_func = pipeline.finalize_gradients
+        if pipeline.own_steps or terms.classifier:
+            part.return_predictions()
         shared = SharedBatches(groups, g, plan.workload.seq, pipeline.reads_more)
         return cls(plan, g, recipe, groups, state, pipeline, own, tuple(parameter_groups), shared)
 
@@ -190,7 +160,7 @@ class Engine:
     def _gathered_gradients(self) -> dict[str, WeightGradient] | None:
         """Return the gradients of the last backward pass on rank 0, None on other ranks."""
         scaler = self.state.scaler
-        return gather_gradients(self.state.chunks, self.groups, float(scaler.scale) if scaler else 1.0)
+        return gather_gradients(self.state.chunks, float(scaler.scale) if scaler else 1.0)
 
     def _global_batch(self, batch: Batch | Samples | None, count: int | None = None) -> tuple[Samples, MicroBatches]:
         """Return the samples of a global batch, and this rank's micro-batches of them."""
@@ -374,3 +344,17 @@ class Engine:
     def model_chunks(self) -> list[ModelChunk]:
         """Return this rank's model chunks, without their DDP wrappers."""
         return self.state.model_chunks
+
+
+def _check(plan: Plan, model: Model, recipe: Recipe) -> None:
+    """Raise UserError unless the runtime trains the model under a plan with this recipe."""
+    check_trainable(plan, model)
+    check_graph(graph(model))
+    recipe.check_layout(plan.layout)
+    if recipe.deterministic:
+        device.use_deterministic_kernels()
+    if not any(slot.trained for slot in graph(model).weights.values()):
+        raise UserError(
+            f"all weights of {model.name} are frozen, so there is nothing to train\n"
+            "train it without freeze(…); shard_frozen(…) runs a frozen model beside another one"
+        )

@@ -12,16 +12,14 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megaloom.dsl import Graph, Model, UserError, graph
+from megaloom.dsl import Graph, Model, UserError
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.launch.agreement import agreed
-from megaloom.runtime.megatron.build_context import make_build_context
-from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
-from megaloom.runtime.modules.initial_weights import GivenValues, check_weights
+from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.modules.initial_weights import GivenValues
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import SharedGradients, share_between_chunks
 from megaloom.runtime.ops.dropout_masks import MaskSource
@@ -33,9 +31,9 @@ from .loss_totals import LossTerms
 from .outputs import Outputs
 from .own_batches import named_samples
 from .pipeline_run import INSIDE, PipelineRun
+from .rank_model import RankModel
 from .shared_batches import SharedBatches, is_absent
 from .steps import Forward, MicroBatch, Sums
-from .training_state import fill_weights, make_model_chunks
 
 NewTensors = Callable[[Outputs, MicroBatch], Mapping[str, Tensor]]
 """Makes named tensors [sequences ..] of the outputs of a micro-batch, and of the micro-batch."""
@@ -65,32 +63,26 @@ class FrozenModel:
     def build(cls, plan: Plan, model: Model, weights: GivenValues) -> FrozenModel:
         """Return this rank's part of a model with given weights. For its use and its errors see `shard_frozen`."""
         check_trainable(plan, model)
-        g, groups = graph(model), create_process_groups(plan.layout)
-        check_weights(g, weights)
-        tensor_parallel.model_parallel_cuda_manual_seed(UNUSED_SEED)
-        chunks = _chunks(plan, g, groups)
-        fill_weights(chunks, groups, UNUSED_SEED, weights)
-        share_between_chunks([chunk.shared for chunk in chunks])
-        return cls._of_chunks(plan, g, groups, chunks)
+        return cls._of_part(RankModel.build(plan, model, UNUSED_SEED, weights))
 
     @classmethod
     def of(cls, engine: Engine) -> FrozenModel:
         """Return a frozen copy of an engine's model with its present weights. Every rank calls it."""
-        plan, g, groups = engine.plan, engine.graph, engine.groups
-        chunks = _chunks(plan, g, groups)
-        share_between_chunks([chunk.shared for chunk in chunks])
+        part = RankModel.without_values(engine.plan, engine.graph, engine.groups)
+        share_between_chunks([chunk.shared for chunk in part.chunks])
         gather_weights(engine.state.chunks)
-        for chunk, trained in zip(chunks, engine.model_chunks, strict=True):
+        for chunk, trained in zip(part.chunks, engine.model_chunks, strict=True):
             chunk.load_state_dict(trained.state_dict())
-        return cls._of_chunks(plan, g, groups, chunks)
+        return cls._of_part(part)
 
     @classmethod
-    def _of_chunks(cls, plan: Plan, g: Graph, groups: ProcessGroups, chunks: list[ModelChunk]) -> FrozenModel:
-        for chunk in chunks:
-            chunk.return_predictions()
+    def _of_part(cls, part: RankModel) -> FrozenModel:
+        part.return_predictions()
+        for chunk in part.chunks:
             chunk.requires_grad_(False).eval()
-        terms = LossTerms.of(g, plan.layout.cp)
-        pipeline = PipelineRun(plan, g, groups, chunks, terms, SharedGradients(()), own_steps=True, reads_more=True)
+        plan, g, groups = part.plan, part.graph, part.groups
+        terms, none = LossTerms.of(g, plan.layout.cp), SharedGradients(())
+        pipeline = PipelineRun(plan, g, groups, part.chunks, terms, none, own_steps=True, reads_more=True)
         return cls(plan, g, groups, pipeline, SharedBatches(groups, g, plan.workload.seq, more=True))
 
     @property
@@ -134,11 +126,6 @@ class FrozenModel:
                 f"give tensors by name: {', '.join(n.name for n in self.graph.nodes if n.is_input)}"
             )
         return named_samples(batch, self.graph, self.plan.workload.seq, more=True)
-
-
-def _chunks(plan: Plan, g: Graph, groups: ProcessGroups) -> list[ModelChunk]:
-    """Return this rank's model chunks, whose weights have no values yet."""
-    return make_model_chunks(plan, g, make_build_context(g, plan.layout, plan.workload, groups), groups)
 
 
 def _check_outside(pp: int) -> None:

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from attrs import frozen
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
-from torch import Tensor, nn
+from torch import Tensor
 
 from megaloom.dsl import Node, Slot, UserError
-from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.modules.built_node import BuiltNode
 from megaloom.runtime.modules.initial_weights import given_weight
-from megaloom.runtime.modules.parameters import node_parameters, rank_shard, shard_position
 
 Part = tuple[Tensor, Tensor]  # indices of elements of the weights of a node, and their gradients, one-dimensional
 
@@ -37,7 +36,7 @@ class WeightGradient:
 
 @torch.no_grad()
 def gather_gradients(
-    chunks: list[DistributedDataParallel], groups: ProcessGroups, loss_scale: float = 1.0
+    chunks: list[DistributedDataParallel], loss_scale: float = 1.0
 ) -> dict[str, WeightGradient] | None:
     """Return the reduced gradients of all trained weights on rank 0, None on other ranks. Every rank calls it.
 
@@ -45,12 +44,12 @@ def gather_gradients(
     """
     for chunk in chunks:
         _gather_buckets(chunk)
-    own = {node.name: module for chunk in chunks for node, module in chunk.module.node_modules()}
+    own = {it.node.name: it for chunk in chunks for it in chunk.module.nodes}
     out: dict[str, WeightGradient] = {}
     graph = chunks[0].module.graph
     first = dist.get_rank() == 0
     for nodes in _batches([n for n in graph.nodes if any(s.trained for s in n.weights)]):
-        parts = [_parts(n, own[n.name], groups, loss_scale) if n.name in own else [] for n in nodes]
+        parts = [_parts(own[n.name], loss_scale) if n.name in own else [] for n in nodes]
         gathered: list[list[list[Part]]] = [[] for _ in range(dist.get_world_size())]
         dist.gather_object(parts, gathered if first else None)
         for node, *each in zip(nodes, *gathered, strict=True) if first else ():
@@ -84,33 +83,34 @@ def _gather_buckets(chunk: DistributedDataParallel) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
-def _parts(node: Node, module: nn.Module, groups: ProcessGroups, loss_scale: float) -> list[Part]:
+def _parts(it: BuiltNode, loss_scale: float) -> list[Part]:
     """Return this rank's part of the gradients of a node, on CPU."""
-    indices = element_indices(node, module, groups)
-    named = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    indices = element_indices(it)
+    named = ((name, p) for name, p in it.module.named_parameters() if p.requires_grad)
     return [
         (indices[name].flatten(), (p.main_grad.float() / loss_scale).flatten().cpu())  # type: ignore[attr-defined]
         for name, p in named
     ]
 
 
-def element_indices(node: Node, module: nn.Module, groups: ProcessGroups) -> dict[str, Tensor]:
+def element_indices(it: BuiltNode) -> dict[str, Tensor]:
     """Return for each parameter of a module which elements of the node's weights this rank's shard holds.
 
     Elements are counted over all weights of the node, from 1; 0 is padding. The parameters are computed from tensors of
     these numbers, as their initial values are from the initial weights.
     """
-    starts = dict(zip((s.name for s in node.weights), accumulate(map(_numel, node.weights), initial=1), strict=False))
+    slots = it.node.weights
+    starts = accumulate(map(_numel, slots), initial=1)
     numbers = {
-        s.name: torch.arange(starts[s.name], starts[s.name] + _numel(s)).view([d.known for d in s.dims])
-        for s in node.weights
+        s.name: torch.arange(start, start + _numel(s)).view([d.known for d in s.dims])
+        for s, start in zip(slots, starts, strict=False)
     }
 
     def draw(slot: Slot, index: int | None) -> Tensor:
         return given_weight(slot, numbers, index)
 
-    full = node_parameters(node, module, draw, groups)
-    return {name: rank_shard(full[name], p, *shard_position(p, groups)) for name, p in module.named_parameters()}
+    full = it.full(draw)
+    return {name: it.shard(full[name], p) for name, p in it.module.named_parameters()}
 
 
 def _numel(slot: Slot) -> int:

@@ -14,24 +14,20 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megaloom.dsl import Graph, Slot
-from megaloom.planner.contract.plans import Plan
+from megaloom.dsl import Graph
 from megaloom.runtime.body.corrections import corrections_of
-from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.optimizer_state import AVERAGE, MODEL, restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups
-from megaloom.runtime.modules import parameters
-from megaloom.runtime.modules.initial_weights import GivenValues, given_weight, initial_weight
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.optimizer.averaged_weights import AveragedWeights
 from megaloom.runtime.optimizer.optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
 from megaloom.runtime.optimizer.parameter_groups import ParameterGroup, assign_groups
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.optimizer.weight_update import SharedGradScaler
-from megaloom.runtime.weights.views import View
+
+from .rank_model import RankModel
 
 
 @define(eq=False)
@@ -51,18 +47,16 @@ class TrainingState:
     @classmethod
     def of(
         cls,
-        model_chunks: Sequence[ModelChunk],
+        part: RankModel,
         recipe: Recipe,
-        config: TransformerConfig,
-        groups: ProcessGroups,
-        *,
-        tokens: int,
         parameter_groups: Sequence[ParameterGroup],
         average: float | None,
     ) -> TrainingState:
-        """Return the state of a run at step 0. tokens: of a global batch. average: see `shard`."""
-        assign_groups(model_chunks, parameter_groups)
-        chunks = wrap_in_ddp(list(model_chunks), config, groups, recipe.ddp_bucket_size)
+        """Return the state of a run at step 0. average: see `shard`."""
+        config, groups = part.config, part.groups
+        config.moe_router_bias_update_rate = recipe.bias_update_rate
+        assign_groups(part.chunks, parameter_groups)
+        chunks = wrap_in_ddp(part.chunks, config, groups, recipe.ddp_bucket_size)
         optimizer = make_optimizer(recipe, chunks, config, groups, parameter_groups)
         config.grad_scale_func = optimizer.scale_loss
         return cls(
@@ -70,7 +64,7 @@ class TrainingState:
             chunks,
             optimizer,
             make_scheduler(recipe, optimizer),
-            share_grad_scaler(recipe, optimizer, tokens) if config.fp16 else None,
+            share_grad_scaler(recipe, optimizer, part.plan.workload.tokens) if config.fp16 else None,
             None if average is None else AveragedWeights.of(optimizer, chunks, average),
         )
 
@@ -161,26 +155,3 @@ def restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
     """Copy values back into buffers."""
     for buffer, value in buffers:
         buffer.copy_(value)
-
-
-def make_model_chunks(plan: Plan, graph: Graph, context: BuildContext, groups: ProcessGroups) -> list[ModelChunk]:
-    """Return this rank's model chunks, whose weights have no values yet."""
-    own_stages = [s for s in plan.stages if s.rank == groups.pp_rank]
-    return [ModelChunk(graph, s, context) for s in sorted(own_stages, key=lambda s: s.chunk)]
-
-
-def fill_weights(chunks: list[ModelChunk], groups: ProcessGroups, seed: int, weights: GivenValues | None) -> None:
-    """Set the weights of model chunks before they share any.
-
-    weights: given values; those of other weights, such as adapters, are drawn.
-    """
-
-    def draw(slot: Slot, index: int | None) -> Tensor | View:
-        if weights is None or slot.name not in weights:
-            return initial_weight(slot, seed, index)
-        return given_weight(slot, weights, index)
-
-    for chunk in chunks:
-        for node, module in chunk.node_modules():
-            full = parameters.node_parameters(node, module, draw, groups)
-            parameters.fill_shards(module, full, groups)

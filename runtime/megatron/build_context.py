@@ -18,16 +18,16 @@ from megaloom.dsl import (
     MoE,
     Node,
     Split,
-    UserError,
     Value,
 )
 from megaloom.dsl.sharding_table import SEQUENCES
+from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.rules.capabilities import precision_refusal, untrainable
-from megaloom.planner.rules.shared_weights import sharing_refusal, stored_by_rows
+from megaloom.planner.rules.shared_weights import stored_by_rows
 
+from .environment import current_capability
 from .process_groups import ProcessGroups
 from .releases import no_cuda_graphs
 
@@ -36,7 +36,7 @@ DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precisi
 
 @frozen(eq=False)
 class BuildContext:
-    """Process groups, the configuration fields that all layers share, the length of a sequence, shared tables.
+    """Process groups, the configuration fields that all layers share, length of a sequence, precision, shared tables.
 
     `of_node` gives the context of one node, whose hidden states may have a width and a length of their own.
     """
@@ -44,6 +44,7 @@ class BuildContext:
     groups: ProcessGroups
     shared_fields: dict[str, Any]  # of TransformerConfig
     seq: int  # tokens of a full sequence
+    precision: Precision
     stored_by_rows: frozenset[str] = frozenset()  # shared weights that are stored with `embed` last
     config: TransformerConfig = field(init=False)
 
@@ -65,26 +66,19 @@ class BuildContext:
             return self
         return evolve(self, shared_fields=self.shared_fields | {"hidden_size": width}, seq=seq)
 
+    def execution(self, node: Node) -> Execution:
+        """Return how this process runs a node, as plans for it assume."""
+        return current_capability().execution(node, self.split, self.precision)
+
     def layer_config(self, **layer: Any) -> TransformerConfig:
         """Return the configuration of one layer: the shared fields and its own."""
         return TransformerConfig(**{**self.shared_fields, **layer})
 
 
 def make_build_context(graph: Graph, layout: Layout, workload: Workload, groups: ProcessGroups) -> BuildContext:
-    """Return the build context of a model under a layout. Raise UserError if the runtime cannot train the model."""
-    check_trainable(graph)
-    if workload.precision not in DTYPES:
-        raise UserError("\n".join(precision_refusal(workload)))
-    context = BuildContext(groups, config_fields(graph, layout, workload), workload.seq, stored_by_rows(graph))
-    if wrong := sharing_refusal(graph, context.split):
-        raise UserError("\n".join(wrong))
-    return context
-
-
-def check_trainable(graph: Graph) -> None:
-    """Raise UserError if the runtime cannot train the model."""
-    if wrong := untrainable(graph):
-        raise UserError("\n".join(wrong))
+    """Return the build context of a model that the runtime can train under a layout."""
+    fields = config_fields(graph, layout, workload)
+    return BuildContext(groups, fields, workload.seq, workload.precision, stored_by_rows(graph))
 
 
 def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:

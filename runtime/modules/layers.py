@@ -1,7 +1,7 @@
 """Torch modules of layers, built on megatron-core's. Each maps the inputs of its node to one tensor.
 
 Hidden states are [seq, batch, embed], as in megatron-core. With sequence parallelism, each tensor-parallel rank holds
-its part of seq between the matrix products. Parameters are allocated here; `parameters.fill_shards` sets their values.
+its part of seq between the matrix products. Parameters are allocated here; `BuiltNode.fill` sets their values.
 """
 
 from __future__ import annotations

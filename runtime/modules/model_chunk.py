@@ -35,11 +35,11 @@ from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompu
 from megaloom.runtime.ops.dropout_masks import MaskSource
 
 from . import registry
+from .built_node import BuiltNode
 from .layers import HiddenDropout
 from .moe import Mixture
 from .shared_weights import SharedUses
 from .stage_boundary import StageBoundary
-from .weight_shards import tensors_of, weight_shards
 
 FIRST_MASKS = MaskSource(seed=0, step=0, first_sample=0)
 
@@ -84,10 +84,11 @@ class ModelChunk(MegatronModule):
         nodes = [n for n in graph.nodes[stage.start : stage.stop] if not n.is_input]
         self.segments = node_segments(nodes, self.writes, context.groups.layout)
         self.selective = SelectiveNodes.of(nodes, context.groups.layout.recomputed_modules)
-        self.modules_by_key = nn.ModuleDict({_key(n): registry.build_module(n, context) for n in nodes})
-        for n in nodes:
-            if isinstance(module := self.modules_by_key[_key(n)], Body):
-                module.overwrites_logits = _reads_alone(graph, n)
+        self.nodes = tuple(BuiltNode(n, registry.build_module(n, context), context.groups) for n in nodes)
+        self.modules_by_key = nn.ModuleDict({_key(it.node): it.module for it in self.nodes})
+        for it in self.nodes:
+            if isinstance(it.module, Body):
+                it.module.overwrites_logits = _reads_alone(graph, it.node)
         self.received: Tensor | None = None
         self.shared = SharedUses.of(graph, self.node_modules())
         self.has_frozen = any(s.frozen for s in graph.weights.values())
@@ -99,9 +100,7 @@ class ModelChunk(MegatronModule):
 
     def node_modules(self) -> Iterator[tuple[Node, nn.Module]]:
         """Yield the nodes of this chunk, each with its module."""
-        for segment in self.segments:
-            for n in segment.nodes:
-                yield n, self.modules_by_key[_key(n)]
+        yield from ((it.node, it.module) for it in self.nodes)
 
     def forward(
         self, *, masks: MaskSource = FIRST_MASKS, balancing: Balancing | None = None, **inputs: Tensor
@@ -123,11 +122,10 @@ class ModelChunk(MegatronModule):
         self.returns = tuple(dict.fromkeys((*self.returns, *self.graph.predictions)))
         if self.post_process:
             self.writes = self.returns
-            nodes = [n for segment in self.segments for n in segment.nodes]
-            self.segments = node_segments(nodes, self.writes, self.groups.layout)
-            for module in self.modules_by_key.values():
-                if isinstance(module, Body):
-                    module.overwrites_logits = False
+            self.segments = node_segments([it.node for it in self.nodes], self.writes, self.groups.layout)
+            for it in self.nodes:
+                if isinstance(it.module, Body):
+                    it.module.overwrites_logits = False
 
     def _run_segment(
         self, segment: NodeSegment, masks: MaskSource, balancing: Balancing | None, *inputs: Tensor
@@ -158,13 +156,13 @@ class ModelChunk(MegatronModule):
         """Return this rank's shards, by NODE.PARAMETER. A checkpoint has each weight under its name in the model."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         out: dict[str, Any] = {}
-        for n, module in self.node_modules():
-            key, shards = f"{prefix}{n.name}.", weight_shards(n, module, self.groups)
+        for it in self.nodes:
+            key, shards = f"{prefix}{it.node.name}.", it.shards()
             if shards is None:
-                state = self._own_state(module, key, sharded_offsets, metadata)
+                state = self._own_state(it.module, key, sharded_offsets, metadata)
             else:
                 state = {f"{key}{name}": shard for name, shard in shards.items()}
-            out |= self.shared.saved_once(n, state, key)
+            out |= self.shared.saved_once(it.node, state, key)
         return out
 
     def _own_state(self, module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
@@ -179,10 +177,9 @@ class ModelChunk(MegatronModule):
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Copy loaded parameters, by the names of `sharded_state_dict`, into the modules."""
-        for n, module in self.node_modules():
-            prefix = f"{n.name}."
-            for name, tensor in tensors_of(module).items():
-                if (loaded := state.get(prefix + name)) is not None:
+        for it in self.nodes:
+            for name, tensor in it.tensors.items():
+                if (loaded := state.get(f"{it.node.name}.{name}")) is not None:
                     tensor.copy_(loaded)
 
 

@@ -1,23 +1,21 @@
 """Conversion of the weights of a model to the parameters of its modules, and to this rank's shards of them.
 
 In the model, weights have layout-independent names (`attention.3.q`) and full shapes. `parameters` computes from them
-the full parameters of a megatron-core module, as `planner.contract.module_kinds` lists them. `fill_shards` copies this
-rank's shard of each. Initial values come from `initial_weights`, so they do not depend on the layout.
+the full parameters of a megatron-core module, as `planner.contract.module_kinds` lists them, and `rank_shard` this
+rank's shard of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any, TypeVar
 
 import torch
 from attrs import evolve, frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from megaloom.dsl import MoE, Node, Op, Slot, UserError, Value
 from megaloom.planner.contract.module_kinds import LOCAL_EXPERTS, Parameter, module_kind, module_parameters
-from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.padded_shards import with_padding
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.weights.views import View, values_of
@@ -94,43 +92,6 @@ def is_built_in(op: Op) -> bool:
     """Return whether the parameters of an op's module are rearrangements, not computed by a method of a user's own."""
     kind = module_kind(op)
     return kind is not None and kind.runs is not None
-
-
-def node_parameters(node: Node, module: nn.Module, draw: Draw, groups: ProcessGroups) -> Parameters:
-    """Return the full parameters of a node's module, with the experts of this rank only. For a body, its weights."""
-    if isinstance(module, Body):
-        names = module.expert_weight_names
-        full = {n: _body_weight(s, draw, groups, of_experts=n in names) for n, s in local_slots(node).items()}
-        return full | {n: full[n].T for n in (module.names[i] for i in module.transposed_weights)}
-    count = node.op.experts // groups.layout.ep if isinstance(node.op, MoE) else 0
-    local_experts = range(groups.ep_rank * count, (groups.ep_rank + 1) * count)
-    return parameters(node.op, Weights.of(node, draw, local_experts))
-
-
-def _body_weight(slot: Slot, draw: Draw, groups: ProcessGroups, *, of_experts: bool) -> Any:
-    """Return the full weight of a body; of expert weights, the experts of this rank only."""
-    if not of_experts or groups.layout.ep == 1:
-        return draw(slot, None)
-    dims = [d.known for d in slot.outer]
-    count, rows = prod(dims) // groups.layout.ep, dims[0] // groups.layout.ep
-    first = draw(slot, groups.ep_rank * count)
-    if isinstance(first, View):  # nothing is read, so nothing is drawn in vain
-        return draw(slot, None).narrow(0, groups.ep_rank * rows, rows)
-    others = [draw(slot, i) for i in range(groups.ep_rank * count + 1, (groups.ep_rank + 1) * count)]
-    return torch.stack([first, *others]).unflatten(0, (rows, *dims[1:]))
-
-
-@torch.no_grad()
-def fill_shards(module: nn.Module, full: Parameters, groups: ProcessGroups) -> None:
-    """Copy this rank's shard of each full parameter into the module, and of each buffer that `full` names.
-
-    Of a view only the shard is read, one parameter after the other.
-    """
-    targets = dict(module.named_parameters())
-    targets |= {name: b for name, b in module.named_buffers() if name in full}
-    assert targets.keys() == full.keys(), f"{type(module).__name__} has {targets.keys()}, the layer {full.keys()}"
-    for name, p in targets.items():
-        p.copy_(values_of(rank_shard(full[name], p, *shard_position(p, groups))))
 
 
 def shard_position(p: Tensor, groups: ProcessGroups) -> tuple[int, int]:

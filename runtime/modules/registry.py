@@ -33,12 +33,10 @@ from megaloom.dsl import (
     Unembed,
     UserError,
 )
-from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.module_kinds import has_biases, is_gated, module_kind
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.build_context import DTYPES, BuildContext
-from megaloom.runtime.megatron.environment import current_capability
+from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.kernels import Norm
 from megaloom.runtime.ops.elementwise import UNARY
 
@@ -48,7 +46,7 @@ from .moe import Mixture
 
 def build_module(node: Node, context: BuildContext) -> nn.Module:
     """Return the torch module of a node. Raise UserError if the node cannot be trained."""
-    context, execution = context.of_node(node), node_execution(node, context)
+    context, execution = context.of_node(node), context.execution(node)
     if not execution.module:
         return Body(node, context, execution)
     op: Any = node.op
@@ -62,12 +60,6 @@ def build_module(node: Node, context: BuildContext) -> nn.Module:
             raise UserError(f"{node.name} has frozen and trained weights, so it cannot run as a torch module")
         module.requires_grad_(False)
     return module
-
-
-def node_execution(node: Node, context: BuildContext) -> Execution:
-    """Return how this process runs a node, as plans for it assume."""
-    (precision,) = (p for p, dtype in DTYPES.items() if dtype is context.config.params_dtype)
-    return current_capability().execution(node, context.split, precision)
 
 
 def _hidden_norm(op: RMSNorm | LayerNorm, context: BuildContext) -> nn.Module:

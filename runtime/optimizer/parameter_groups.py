@@ -18,8 +18,8 @@ from torch import nn
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
+from megaloom.runtime.modules.built_node import fused_weights
 from megaloom.runtime.modules.model_chunk import ModelChunk
-from megaloom.runtime.modules.weight_shards import fused_weights, parameter_weights
 
 from .recipe import Recipe
 
@@ -54,9 +54,9 @@ def named_parameters(chunks: Sequence[ModelChunk]) -> Iterator[tuple[tuple[str, 
     name, NODE.PARAMETER.
     """
     for chunk in chunks:
-        for node, module in chunk.node_modules():
-            weights = parameter_weights(node, module, chunk.groups)
-            for name, p in module.named_parameters():
+        for it in chunk.nodes:
+            weights = it.parameter_weights
+            for name, p in it.module.named_parameters():
                 yield weights[name], p
 
 
@@ -66,6 +66,8 @@ def assign_groups(chunks: Sequence[ModelChunk], groups: Sequence[ParameterGroup]
     Raise UserError for a group that matches no parameter of the model, or none that another group has not matched, and
     for one that has some but not all of the weights that a module may hold in one parameter.
     """
+    if not groups:
+        return
     choice = _Choice.of(chunks[0].graph, groups)
     names = [(weights, p) for weights, p in named_parameters(chunks) if not hasattr(p, "parameter_group")]
     used = set()
@@ -99,7 +101,7 @@ class _Choice:
         """Return the choice for a model. Raise UserError if a group has some of the weights of one parameter only."""
         users = {s.name: n.name for n in reversed(graph.nodes) for s in n.weights}
         choice = cls(groups, users)
-        for names in (names for n in graph.nodes for names in fused_weights(n)) if groups else ():
+        for names in (names for n in graph.nodes for names in fused_weights(n)):
             found = [choice.settings_of(name) for name in names]
             if len(set(found)) > 1:
                 group, inside = next((s, n) for s, n in zip(found, names, strict=True) if s is not None)

@@ -29,6 +29,8 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.module_kinds import MODULES
 from megaloom.planner.contract.plans import Stage
 from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.rules.capabilities import runtime_violations
 from megaloom.runtime.launch import launcher
 from tests.support.limits import LIMIT
 
@@ -115,19 +117,18 @@ def messages() -> dict[str, str]:
     from megaloom.runtime.megatron.process_groups import create_process_groups
     from megaloom.runtime.modules.model_chunk import ModelChunk
 
-    layout, load = Layout(), Workload(seq=SEQ, batch=2, precision=Precision.FP32)
+    layout, load, devices = Layout(), Workload(seq=SEQ, batch=2, precision=Precision.FP32), cluster("1xCPU")
     groups, refusals = create_process_groups(layout), {}
     model_parallel_cuda_manual_seed(0)
     for what, (refused, _) in REFUSED.items():
         g = graph(refused)
         whole = Stage(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
+        if violations := runtime_violations(layout, g, load, devices):
+            refusals[what] = f"{violations[0].message}\n{violations[0].fix}"
+            continue
         with pytest.raises(UserError) as raised:
             ModelChunk(g, whole, make_build_context(g, layout, load, groups))
         refusals[what] = str(raised.value)
-    narrow = Workload(seq=SEQ, batch=2, precision=Precision.FP8)
-    with pytest.raises(UserError) as raised:
-        make_build_context(graph(lm(RMSNorm())), layout, narrow, groups)
-    refusals["precision"] = str(raised.value)
     return refusals
 
 
@@ -141,8 +142,10 @@ def test_a_model_that_cannot_be_trained_is_refused(what: str, messages_by_model:
     assert re.match(REFUSED[what][1], messages_by_model[what])
 
 
-def test_a_precision_that_only_the_planner_knows_is_refused(messages_by_model: dict[str, str]) -> None:
-    assert messages_by_model["precision"] == "the runtime does not train in fp8\nuse fp32, bf16 or fp16"
+def test_a_precision_that_only_the_planner_knows_is_refused() -> None:
+    narrow = Workload(seq=SEQ, batch=2, precision=Precision.FP8)
+    violation, *_ = runtime_violations(Layout(), graph(lm(RMSNorm())), narrow, cluster("1xCPU"))
+    assert (violation.message, violation.fix) == ("the runtime does not train in fp8", "use fp32, bf16 or fp16")
 
 
 def test_each_layer_that_runs_as_a_module_has_its_constructor() -> None:

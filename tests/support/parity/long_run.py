@@ -268,7 +268,7 @@ def whole_weights(engine: Any) -> dict[str, tuple[Tensor, float]] | None:
         for node, module in chunk.module.node_modules():
             for found in corrections_of([module]):
                 own[f"{node.name}.correction"] = found.value.clone()
-    weights = gather_gradients(engine.state.chunks, engine.groups)
+    weights = gather_gradients(engine.state.chunks)
     each: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.gather_object(own, each if weights is not None else None)
     if weights is None:

@@ -67,17 +67,17 @@ def padding_in_sums() -> Iterator[None]:
 def names_of_modules() -> Iterator[None]:
     """Save weights under other names where a module runs the layer than where its body does."""
     from megaloom.runtime.body.body_module import Body
-    from megaloom.runtime.modules import model_chunk
+    from megaloom.runtime.modules.built_node import BuiltNode
 
-    right = model_chunk.weight_shards
+    right = BuiltNode.shards
 
-    def shards(node: Any, module: Any, groups: Any) -> Any:
-        found = right(node, module, groups)
-        for factory in found.values() if found and not isinstance(module, Body) else ():
+    def shards(it: BuiltNode) -> Any:
+        found = right(it)
+        for factory in found.values() if found and not isinstance(it.module, Body) else ():
             factory.build_fn = partial(_renamed, factory.build_fn)
         return found
 
-    with patch.object(model_chunk, "weight_shards", shards):
+    with patch.object(BuiltNode, "shards", shards):
         yield
 
 
@@ -92,16 +92,16 @@ def _renamed(build: Any, *args: Any) -> Any:
 @contextmanager
 def shards_of_shared_tables() -> Iterator[None]:
     """Ask a table for its shards, although another chunk of the rank has its parameter."""
-    from megaloom.runtime.modules import model_chunk
+    from megaloom.runtime.modules.built_node import BuiltNode
 
-    right = model_chunk.weight_shards
+    right = BuiltNode.shards
 
-    def shards(node: Any, module: Any, groups: Any) -> Any:
-        if isinstance(node.op, Embed):
-            module.state_dict()["weight"]
-        return right(node, module, groups)
+    def shards(it: BuiltNode) -> Any:
+        if isinstance(it.node.op, Embed):
+            it.module.state_dict()["weight"]
+        return right(it)
 
-    with patch.object(model_chunk, "weight_shards", shards):
+    with patch.object(BuiltNode, "shards", shards):
         yield
 
 

@@ -1,0 +1,76 @@
+"""This rank's part of a model under a plan: its model chunks, with the values of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from attrs import frozen
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megaloom.dsl import Graph, Model, Slot, graph
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.megatron.build_context import make_build_context
+from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
+from megaloom.runtime.modules.initial_weights import GivenValues, check_weights, given_weight, initial_weight
+from megaloom.runtime.modules.model_chunk import ModelChunk
+from megaloom.runtime.modules.shared_weights import SharedGradients, share_between_chunks, share_between_ranks
+from megaloom.runtime.weights.views import View
+
+
+@frozen(eq=False)
+class RankModel:
+    """The model chunks of a rank, in the order of the pipeline, and what they were built from."""
+
+    plan: Plan
+    graph: Graph
+    groups: ProcessGroups
+    chunks: list[ModelChunk]
+
+    @classmethod
+    def build(
+        cls, plan: Plan, model: Model, seed: int, weights: GivenValues | None = None, drawn: Collection[str] = ()
+    ) -> RankModel:
+        """Return the chunks of a plan that the runtime can train. torch.distributed has as many ranks as the plan.
+
+        weights: given values; without them, and for the names in `drawn`, the seed draws initial ones.
+        """
+        g = graph(model)
+        if weights is not None:
+            check_weights(g, weights, drawn)
+        groups = create_process_groups(plan.layout)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        part = cls.without_values(plan, g, groups)
+
+        def draw(slot: Slot, index: int | None) -> Tensor | View:
+            if weights is None or slot.name not in weights:
+                return initial_weight(slot, seed, index)
+            return given_weight(slot, weights, index)
+
+        for node in (node for chunk in part.chunks for node in chunk.nodes):
+            node.fill(draw)
+        share_between_chunks([chunk.shared for chunk in part.chunks])
+        return part
+
+    @classmethod
+    def without_values(cls, plan: Plan, g: Graph, groups: ProcessGroups) -> RankModel:
+        """Return chunks whose weights have no values yet, each with parameters of its own for the weights it shares."""
+        context = make_build_context(g, plan.layout, plan.workload, groups)
+        stages = sorted((s for s in plan.stages if s.rank == groups.pp_rank), key=lambda s: s.chunk)
+        return cls(plan, g, groups, [ModelChunk(g, stage, context) for stage in stages])
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The configuration that all chunks share, and the schedules read."""
+        return self.chunks[0].config
+
+    def shared_gradients(self) -> SharedGradients:
+        """Return the parameters that other pipeline ranks have copies of. Every rank calls it, before DDP is made."""
+        uses = [chunk.shared for chunk in self.chunks]
+        return share_between_ranks(self.graph, self.plan.stages, uses, self.groups)
+
+    def return_predictions(self) -> None:
+        """Return what the losses read as well, such as logits, from each forward pass."""
+        for chunk in self.chunks:
+            chunk.return_predictions()
