@@ -141,9 +141,10 @@ def check_decoding(graph: DecodingGraph) -> None:
     for node in graph.nodes:
         for step in _incremental_steps(graph, node):
             v = step.value
-            reason = v.op.decoding(v, graph.sequence.name).refusal
-            if not reason and mixes_positions(v, graph.sequence):
-                check_next_position(v.op)
+            decoding = v.op.decoding(v, graph.sequence.name)
+            reason = decoding.refusal
+            if not reason and (decoding.state or decoding.position):
+                check_next_position(v.op, state=decoding.state)
                 reason = "mixes positions inside the copies of a layer" if step.outer else ""
             if reason:
                 raise UserError(

@@ -121,7 +121,8 @@ class _Prefill(Evaluation):
     def computed(self, p: PlacedOp, *args: Tensor) -> Tensor:
         """Return the result of a primitive."""
         out, v = super().computed(p, *args), p.step.value
-        if id(v) in self.owner.incremental and (state := first_state(v.op, v, args)) is not None:
+        keeps_state = id(v) in self.owner.incremental and v.op.decoding(v, self.owner.sequence.name).state
+        if keeps_state and (state := first_state(v.op, v, args)) is not None:
             self.state.caches[self.owner.node.name, id(v)] = state
         return out
 

@@ -83,8 +83,11 @@ def _of_padded(here: LocalOp, summed: tuple[str, ...], *args: Tensor) -> Tensor:
 
 @singledispatch
 def first_state(op: Op, out: Value, args: tuple[Tensor, ...]) -> OpState | None:
-    """Return the state after a prompt, from the arguments at all its positions; None if the op keeps none."""
-    return None
+    """Return the state after a prompt, from the arguments at all its positions.
+
+    None if the op reads another sequence, whose values are computed once.
+    """
+    raise UserError(_missing(op, "first_state"))
 
 
 @singledispatch
@@ -98,10 +101,12 @@ def whole_function(out: Value) -> TensorFunction:
     return partial(whole.dispatch(type(out.op)), out.op, out)
 
 
-def check_next_position(op: Op) -> None:
-    """Raise UserError if the op has no function for the next position."""
+def check_next_position(op: Op, *, state: bool) -> None:
+    """Raise UserError if the op has no function for the next position, or none for its state."""
     if next_position.dispatch(type(op)) is next_position.dispatch(object):
         raise UserError(_missing(op, "next_position"))
+    if state and first_state.dispatch(type(op)) is first_state.dispatch(object):
+        raise UserError(_missing(op, "first_state"))
 
 
 def _missing(op: Op, function: str) -> str:

@@ -52,4 +52,6 @@ def test_an_op_without_torch_code_is_refused() -> None:
     with pytest.raises(UserError, match=r"the op Mystery has no function `whole`\n.*module that declares Mystery"):
         whole(Mystery(), None)
     with pytest.raises(UserError, match=r"no function `next_position`\n(.|\n)*@next_position.register"):
-        check_next_position(Mystery())
+        check_next_position(Mystery(), state=False)
+    with pytest.raises(UserError, match=r"the op Rope has no function `first_state`"):
+        check_next_position(dsl.Rope(1e4), state=True)
