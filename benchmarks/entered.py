@@ -5,6 +5,12 @@ not count. `train` is counted in the process that starts the ranks, `Engine.buil
 many files and functions it enters, and how many files of each folder. Returns are for a reader who follows the calls
 and reads each function once: how often the next function is in a file that was left before. The model is a GPT of one
 layer on two CPU processes, with made-up data.
+
+| modules, functions, returns | 74a2605 | 25 November 2026, one table of module kinds |
+|---|---|---|
+| search | 86, 1051, 351 | 87, 1080, 362 |
+| Engine.build | 69, 502, 144 | 66, 454, 145 |
+| train, in the starting process | 95, 592, 169 | 97, 607, 175 |
 """
 
 from __future__ import annotations

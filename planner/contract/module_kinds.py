@@ -237,26 +237,16 @@ def _of_norm(op: RMSNorm | LayerNorm) -> Iterator[Parameter]:
         yield Parameter("bias", ("shift",))
 
 
-def _of_attention(op: Attention) -> Iterator[Parameter]:
-    """Yield the parameters of SelfAttention; rows of linear_qkv are queries, key, value of each key/value head."""
-    yield Parameter("linear_qkv.weight", ("q", "k", "v"), ("embed",), by_head=True)
+def _of_attention(op: Attention | CrossAttention) -> Iterator[Parameter]:
+    """Yield the parameters of SelfAttention or CrossAttention. Projections in one parameter alternate head by head."""
+    projections = (("linear_qkv", "qkv"),) if isinstance(op, Attention) else (("linear_q", "q"), ("linear_kv", "kv"))
+    for name, weights in projections:
+        yield Parameter(f"{name}.weight", tuple(weights), ("embed",), by_head=len(weights) > 1)
     yield Parameter("linear_proj.weight", ("o",), ("heads", "head_dim"))
-    if op.bias or op.qkv_bias:
-        yield Parameter("linear_qkv.bias", ("q_bias", "k_bias", "v_bias"), by_head=True)
-    norm = () if op.qk_norm is None else module_parameters(op.qk_norm)
+    for name, weights in projections if op.bias or op.qkv_bias else ():
+        yield Parameter(f"{name}.bias", tuple(f"{w}_bias" for w in weights), by_head=len(weights) > 1)
+    norm = module_parameters(op.qk_norm) if isinstance(op, Attention) and op.qk_norm is not None else ()
     yield from (p.inside(f"{name}_layernorm.", f"{name}_norm") for name in "qk" for p in norm)
-    if op.bias:
-        yield Parameter("linear_proj.bias", ("o_bias",))
-
-
-def _of_cross_attention(op: CrossAttention) -> Iterator[Parameter]:
-    """Yield the parameters of megatron-core's CrossAttention; rows of linear_kv are key, value of each head."""
-    yield Parameter("linear_q.weight", ("q",), ("embed",))
-    yield Parameter("linear_kv.weight", ("k", "v"), ("embed",), by_head=True)
-    yield Parameter("linear_proj.weight", ("o",), ("heads", "head_dim"))
-    if op.bias or op.qkv_bias:
-        yield Parameter("linear_q.bias", ("q_bias",))
-        yield Parameter("linear_kv.bias", ("k_bias", "v_bias"), by_head=True)
     if op.bias:
         yield Parameter("linear_proj.bias", ("o_bias",))
 
@@ -294,7 +284,7 @@ MODULES: Mapping[type[Op], ModuleKind] = MappingProxyType(
             ModuleKind(LayerNorm, Role.NORM, _is_hidden_norm, _of_norm),
             ModuleKind(Attention, Role.ATTENTION, _is_megatron_attention, _of_attention),
             ModuleKind(MLA, Role.ATTENTION, None, None),
-            ModuleKind(CrossAttention, Role.CROSS_ATTENTION, None, _of_cross_attention),
+            ModuleKind(CrossAttention, Role.CROSS_ATTENTION, None, _of_attention),
             ModuleKind(MLP, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp),
             ModuleKind(SwiGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp),
             ModuleKind(GeGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp),

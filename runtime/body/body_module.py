@@ -131,7 +131,7 @@ class Body(nn.Module):
     def corrections(self) -> list[Correction]:
         """Return the corrections of the scores of this node's gates."""
         names = {id(v): self.names[id(v.args[1].source)] for v in self.local.corrected_gates}
-        return [Correction(self.get_parameter_or_buffer(names[i]), counts) for i, counts in self.local.routed.items()]
+        return [Correction(parameter_or_buffer(self, names[i]), counts) for i, counts in self.local.routed.items()]
 
     def forward(self, *inputs: Tensor, masks: MaskSource, balancing: Balancing | None = None) -> Tensor:
         entering = zip(self.program.inputs, inputs, strict=True)
@@ -148,7 +148,7 @@ class Body(nn.Module):
 
         It is gathered over tp if only its storage is sharded.
         """
-        weight = self.get_parameter_or_buffer(self.names[i])
+        weight = parameter_or_buffer(self, self.names[i])
         weight = weight.T if i in self.transposed_weights else weight
         if i not in self.gathered_dims:
             return weight
@@ -156,12 +156,13 @@ class Body(nn.Module):
         gather = Transition("tp", Shard(self.local.slots[i].dims[dim].name), INVARIANT)
         return perform(gather, weight, dim, self.groups)
 
-    def get_parameter_or_buffer(self, name: str) -> Tensor:
-        """Return the parameter or buffer of this name."""
-        path, _, last = name.rpartition(".")
-        tensor = getattr(self.get_submodule(path), last)
-        assert isinstance(tensor, Tensor)
-        return tensor
+
+def parameter_or_buffer(module: nn.Module, name: str) -> Tensor:
+    """Return the parameter or buffer of this name."""
+    path, _, last = name.rpartition(".")
+    tensor = getattr(module.get_submodule(path), last)
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 def _expert_values(p: Program, slots: dict[int, Slot], placement: NodePlacement) -> dict[int, bool]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
@@ -19,7 +18,7 @@ from megaloom.dsl.facts.primitives import program
 from megaloom.planner.contract.module_kinds import LOCAL_EXPERTS
 from megaloom.planner.rules.shared_weights import stored_by_rows
 from megaloom.runtime.modules.parameters import Weights, is_built_in, local_slots, parameters
-from megaloom.runtime.weights.views import Box, View, concatenated, solve, source
+from megaloom.runtime.weights.views import View, concatenated, solve, symbol
 
 STACKED = "experts.experts."  # begin of their names in checkpoints, where all experts are one tensor
 
@@ -94,7 +93,7 @@ def expressions(node: Node) -> Mapping[str, Any]:
 def stored_weight(slot: Slot, index: int | None) -> View:
     """Return a view that stands for a weight, or one copy of it."""
     dims = slot.dims if index is None else slot.value.shape.dims
-    return source([d.known for d in dims], torch.float32, _unread, (slot.name, index))
+    return symbol([d.known for d in dims], (slot.name, index))
 
 
 def _whole(slot: Slot, found: Mapping[tuple[str, int | None], View]) -> View | None:
@@ -156,7 +155,3 @@ def unpadded(view: View, sizes: tuple[int, ...], padded: Collection[int]) -> Vie
     for dim, size in enumerate(sizes):
         view = view.narrow(dim, 0, size)
     return view
-
-
-def _unread(box: Box) -> Tensor:
-    raise AssertionError("a weight that is solved for has no values")

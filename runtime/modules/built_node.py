@@ -23,7 +23,7 @@ from megaloom.dsl.sharding_table import WHOLE
 from megaloom.planner.contract.module_kinds import module_parameters, runs_as_module
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.process_groups import ProcessGroups
-from megaloom.runtime.weights.views import Box, View, boxes_reader, source, stored_boxes, values_of, with_readers
+from megaloom.runtime.weights.views import Box, View, boxes_reader, stored_boxes, symbol, values_of, with_readers
 
 from .initial_weights import given_weight
 from .parameters import Draw, Parameters, Weights, X, is_built_in, local_slots, parameters, rank_shard, shard_position
@@ -133,16 +133,9 @@ def _body_weight(slot: Slot, draw: Draw, groups: ProcessGroups, *, of_experts: b
     return torch.stack([first, *others]).unflatten(0, (rows, *dims[1:]))
 
 
-def _symbol(slot: Slot, index: int | None) -> View:
+def _symbol(slot: Slot, index: int | None) -> Any:
     """Return a view that stands for a weight, or for one copy of it."""
-    whole = source([d.known for d in slot.dims], torch.float32, _unread, slot.name)
-    found = given_weight(slot, {slot.name: whole}, index)
-    assert isinstance(found, View)
-    return found
-
-
-def _unread(box: Box) -> Tensor:
-    raise AssertionError("a weight that stands for itself has no values")
+    return given_weight(slot, {slot.name: symbol([d.known for d in slot.dims], slot.name)}, index)
 
 
 def _sized(x: View) -> Tensor:

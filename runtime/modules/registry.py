@@ -62,10 +62,6 @@ def build_module(node: Node, context: BuildContext) -> nn.Module:
     return module
 
 
-def _hidden_norm(op: RMSNorm | LayerNorm, context: BuildContext) -> nn.Module:
-    return norm(op, context.config.hidden_size, context)
-
-
 def norm(op: RMSNorm | LayerNorm, size: int, context: BuildContext) -> nn.Module:
     """Return a norm over a dim of this size."""
     return Norm(
@@ -93,10 +89,6 @@ def _attention(op: Attention, context: BuildContext) -> nn.Module:
         apply_rope_fusion=device.gpu_count() > 0 and rope is not None and not rope.interleaved,
     )
     return layers.SelfAttention(op, context, config, norms)
-
-
-def _feed_forward(op: Layer, context: BuildContext) -> nn.Module:
-    return layers.FeedForward(context, context.layer_config(**feed_forward_fields(op)))
 
 
 def _mixture(op: MoE, context: BuildContext) -> nn.Module:
@@ -140,8 +132,11 @@ CONSTRUCTORS: Mapping[type[Op], Callable[[Any, BuildContext], nn.Module]] = Mapp
         Unembed: lambda op, context: layers.Logits(op.table, op.bias, context),
         Dropout: lambda op, context: layers.HiddenDropout(op.rate, context.config.hidden_size, context),
         Pointwise: lambda op, context: layers.Sum(),
-        **dict.fromkeys((RMSNorm, LayerNorm), _hidden_norm),
-        **dict.fromkeys((MLP, SwiGLU, GeGLU, ClampedGLU), _feed_forward),
+        **dict.fromkeys((RMSNorm, LayerNorm), lambda op, context: norm(op, context.config.hidden_size, context)),
+        **dict.fromkeys(
+            (MLP, SwiGLU, GeGLU, ClampedGLU),
+            lambda op, context: layers.FeedForward(context, context.layer_config(**feed_forward_fields(op))),
+        ),
         Attention: _attention,
         MoE: _mixture,
     }

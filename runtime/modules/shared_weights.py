@@ -20,7 +20,7 @@ from megaloom.dsl import Graph, Node
 from megaloom.planner.contract.module_kinds import TABLES
 from megaloom.planner.contract.plans import Stage
 from megaloom.planner.rules.shared_weights import groups_of_copies, shared_weight_users
-from megaloom.runtime.body.body_module import Body
+from megaloom.runtime.body.body_module import Body, parameter_or_buffer
 from megaloom.runtime.megatron.process_groups import ProcessGroups, collective_timeout
 
 
@@ -38,10 +38,7 @@ class SharedUse:
     @property
     def tensor(self) -> Tensor:
         """Return the parameter, or the buffer if the weight is not trained."""
-        path, _, last = self.parameter.rpartition(".")
-        tensor = getattr(self.module.get_submodule(path), last)
-        assert isinstance(tensor, Tensor)
-        return tensor
+        return parameter_or_buffer(self.module, self.parameter)
 
     def use(self, tensor: Tensor, *, owned: bool) -> None:
         """Let the module compute with a tensor. If not owned, it is none of the module's parameters or buffers."""
@@ -78,23 +75,15 @@ class SharedUses:
                 use.use(first_use.tensor, owned=True)
         return cls(uses)
 
-    def of_node(self, node: Node) -> list[SharedUse]:
-        """Return the uses of a node."""
-        return [use for uses in self.by_weight.values() for use in uses if use.node is node]
-
-    def is_repeated(self, use: SharedUse) -> bool:
-        """Return whether another node of the chunk uses the weight before this one."""
-        return self.by_weight[use.weight][0] is not use
-
     def saved_once(self, node: Node, state: dict[str, Any], prefix: str) -> dict[str, Any]:
         """Return the sharded state of a node without what another node of the chunk saves, and with copies as replicas.
 
         prefix: of the names in the state, that of the node included.
         """
         outer = prefix.removesuffix(f"{node.name}.")
-        for use in self.of_node(node):
+        for first, use in ((uses[0], use) for uses in self.by_weight.values() for use in uses if use.node is node):
             key = prefix + use.parameter
-            if key in state and self.is_repeated(use):
+            if key in state and use is not first:
                 del state[key]
             elif key in state:
                 shards = state[key]

@@ -226,6 +226,15 @@ def source(shape: Sequence[int], dtype: torch.dtype, reader: Callable[[Box], Ten
     return StoredView(tuple(shape), dtype, reader, key)
 
 
+def symbol(shape: Sequence[int], key: Hashable) -> View:
+    """Return a view that stands for a stored tensor: it is rearranged, and never read."""
+    return source(shape, torch.float32, _unread, key)
+
+
+def _unread(box: Box) -> Tensor:
+    raise AssertionError("a tensor that stands for itself has no values")
+
+
 def held(x: Tensor, key: Hashable = None) -> View:
     """Return a view of a tensor in memory."""
     return source(x.shape, x.dtype, lambda box: x[tuple(slice(r.start, r.stop) for r in box)], key)
