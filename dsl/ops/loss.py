@@ -157,9 +157,6 @@ class LossSums(Op):
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args[1:]
 
-    def mixes_documents(self, out: Value) -> bool:
-        return False  # the loss is of all documents
-
 
 @frozen
 class StackLosses(Op):

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from megaloom.dsl import DocumentIndices, Graph
 from megaloom.dsl.node import primitives
+from megaloom.dsl.ops.loss import is_loss
 from megaloom.dsl.work_kinds import WorkKind
 
 from .rule import Words
@@ -16,7 +17,7 @@ def document_mixing(graph: Graph) -> Words | None:
     """Return the refusal of a model with document indices in which a layer reads across documents; else None."""
     if not any(isinstance(n.op, DocumentIndices) for n in graph.nodes):
         return None
-    for n in graph.nodes:
+    for n in (n for n in graph.nodes if not is_loss(n.value)):  # a loss is of all documents
         for v, *_ in primitives(n.value):
             if not v.op.mixes_documents(v):
                 continue
