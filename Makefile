@@ -69,11 +69,12 @@ newest: .venv .venv-newest .venv-newest-3.13  ## slow: all tests with the newest
 .venv-newest-3.13:
 	@$(MAKE) --no-print-directory VENV=$@ PYTHON="$(PYTHON313)" NEEDS="Python 3.13" NAMED="make newest PYTHON313=/path/to/python3.13" .venv
 
-parity: .venv  ## slow campaigns: golden predictions, built plans, brute force, families x layouts, 500 drawn layouts (continues)
+parity: .venv  ## slow campaigns: golden predictions, built plans, brute force, families x layouts, own ops, 500 drawn layouts (continues)
 	$(BIN)/python -m tests.support.golden --check
 	$(BIN)/python benchmarks/built.py
 	MEGALOOM_INSTANCES=500 $(BIN)/python -m pytest -n0 --timeout 0 tests/planner/search/test_brute_force.py
 	$(BIN)/python -m tests.support.parity.family_table
+	$(BIN)/python -m tests.support.parity.own_op_cases
 	$(BIN)/python -m tests.support.parity.drawn
 
 faults: .venv  ## slow campaign: runs are killed at 50 drawn moments and continued (continues where it stopped)

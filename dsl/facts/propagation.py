@@ -56,6 +56,9 @@ def _placement(program: Program, split: Split) -> NodePlacement:
     )
 
 
+AXES = ("cp", "tp", "etp")  # of devices that share the work of a primitive
+
+
 @frozen(eq=False)
 class _Argument:
     """An argument of a primitive, and the axes over which it is gathered because more is read than the local shard.
@@ -112,12 +115,13 @@ class _Inference:
         after, partial = self.sharded_axes(v), self.over(step, {name for reads in step.reads for name in reads.summed})
         work = {axis for x in (v, *v.args) if id(origin(x)) not in self.weights_only for axis in self.sharded_axes(x)}
         work |= {axis for axis in step.axes.values() if self.is_sharded(axis)}
-        work -= _gathered_axes(arguments) - after - partial
+        divided = after | self.divided_slots(step)
+        work -= _gathered_axes(arguments) - divided - partial
         reads = tuple(
-            (*self.reductions(a.value), *self.argument_transitions(step, a, work, after | partial)) for a in arguments
+            (*self.reductions(a.value), *self.argument_transitions(step, a, work, divided | partial)) for a in arguments
         )
-        oversized = (after & self.oversized_axes(step, arguments)) - partial
-        slices = tuple(Transition(a, REPLICATE, self.placement(v, a)) for a in ("cp", "tp") if a in oversized)
+        oversized = (divided & self.oversized_axes(step, arguments)) - partial
+        slices = tuple(Transition(a, REPLICATE, self.placement(v, a)) for a in AXES if a in oversized)
         return PlacedOp(step, reads, slices, frozenset(after), tuple(sorted(self.over(step, _statistics(step)))))
 
     def layout_reads(self, step: Step, a: Value, reads: Reads) -> Reads:
@@ -158,14 +162,9 @@ class _Inference:
 
     def oversized_axes(self, step: Step, arguments: list[_Argument]) -> set[str]:
         """Return the axes over which each device computes more of a result than its shard."""
-        v = step.value
-        if v.op.work_kind.is_exchange:
+        if step.value.op.work_kind.is_exchange:
             return set()
-        axes = _gathered_axes(a for a in arguments if not a.reads.keys)
-        axes |= self.over(step, [name for name in _statistics(step) if name not in v.shape])
-        if any(reads.renamed for reads in step.reads):
-            axes |= set(self.sharded_dims(v).values()) - set(self.sharded_dims(v.args[0]).values())
-        return axes | {axis for axis in ("tp", "cp") if not any(self.is_read_sharded(step, a, axis) for a in arguments)}
+        return {axis for axis in AXES if not any(self.is_read_sharded(step, a, axis) for a in arguments)}
 
     def is_read_sharded(self, step: Step, a: _Argument, axis: str) -> bool:
         """Return whether a primitive reads the shard of an argument that its shard of the result is computed from."""
@@ -252,10 +251,31 @@ class _Inference:
             if axis == "tp" and self.enters_tensor_parallel(step, a):
                 continue
             name = self.sharded_dim(a, axis)
+            if name in self.unshared_dims(step, axis):
+                yield axis, True
+                continue
             if axis == "cp" and reads.located and name not in reads.whole:
                 continue  # attention knows the positions of a rank's queries
             if name in reads.whole | reads.offset:
                 yield axis, name in reads.whole
+
+    def divided_slots(self, step: Step) -> set[str]:
+        """Return etp if its devices compute a primitive of experts for all their slots, and each keeps its own."""
+        all_slots = "etp" in step.axes.values() and id(step.value) not in self.weights_only and self.is_sharded("etp")
+        return {"etp"} if all_slots and _sequence(step.value) is not None else set()
+
+    def unshared_dims(self, step: Step, axis: str) -> frozenset[str]:
+        """Return the dims on an axis that some tensors of a primitive have whole, because another dim of them is on it.
+
+        An axis shards one dim of a tensor. If the product of [.. ff heads] and [heads ..] has ff sharded, heads are
+        gathered.
+        """
+        own = [self.sharded_dims(v) for v in (*step.value.args, step.value)]
+        on = {name for dims in own for name, a in dims.items() if a == axis}
+        if len(on) < 2:
+            return frozenset()
+        shapes = [v.shape.names for v in (*step.value.args, step.value)]
+        return frozenset(n for n in on if any(n in s and n not in dims for s, dims in zip(shapes, own, strict=True)))
 
     def is_sharded(self, axis: str) -> bool:
         """Return whether tensors are sharded over an axis."""
@@ -294,6 +314,7 @@ class _Inference:
     def over(self, step: Step, names: Collection[str]) -> frozenset[str]:
         """Return the axes over which a sum along these dims is Partial."""
         axes = {step.axes[name] for name in names if name in step.axes}
+        axes -= {axis for axis in axes if self.unshared_dims(step, axis).issuperset(_on_axis(step, axis, names))}
         if (
             SEQUENCES.intersection(names)
             and "tp" not in step.axes.values()
@@ -301,6 +322,11 @@ class _Inference:
         ):
             axes.add("tp")
         return frozenset(filter(self.is_sharded, axes))
+
+
+def _on_axis(step: Step, axis: str, names: Collection[str]) -> set[str]:
+    """Return those dims of a primitive that lie on an axis."""
+    return {name for name in names if step.axes.get(name) == axis}
 
 
 def _gathered_axes(arguments: Iterable[_Argument]) -> set[str]:

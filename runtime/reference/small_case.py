@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, field, fields, frozen, has
 from torch import Tensor
 
 from megaloom.dsl.dims import Dim, DType, Shape, Sizes
@@ -140,13 +140,14 @@ def _is_accepted(op: Op, shapes: tuple[Shape, ...]) -> bool:
 
 def _largest_number(op: Op) -> int:
     """Return the largest absolute value of the whole numbers in the fields of an op; 0 if it has none."""
-    names = (f.name for f in getattr(type(op), "__attrs_attrs__", ()))
-    return max(_numbers(tuple(getattr(op, name) for name in names)), default=0)
+    return max(_numbers(op), default=0)
 
 
 def _numbers(it: object) -> Iterator[int]:
     if isinstance(it, tuple):
         for part in it:
             yield from _numbers(part)
+    elif has(kind := type(it)):
+        yield from _numbers(tuple(getattr(it, f.name) for f in fields(kind)))
     elif isinstance(it, int):
         yield abs(it)
