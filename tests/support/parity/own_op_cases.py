@@ -36,6 +36,7 @@ LAYOUTS = {
         "DP2": Layout(dp=2),
         "PP2": Layout(pp=2),
     },
+    "padded": {"TP2 SP": Layout(tp=2, sequence_parallel=True)},
     "experts": {"EP2": Layout(dp=2, ep=2), "TP2 SP ETP2": Layout(tp=2, sequence_parallel=True, etp=2)},
 }
 
