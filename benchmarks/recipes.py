@@ -1,7 +1,7 @@
 """Compare searches with the layouts that NVIDIA published: `python benchmarks/recipes.py [EVERY]`.
 
 A recipe is a model, a number of GPUs, a batch, a sequence length and a precision from the tables of Megatron-Bridge,
-NeMo and DGX Cloud, among the published runs that ship with megaloom. Its published layouts are compared by their
+NeMo and DGX Cloud, among the published runs of benchmarks/accuracy. Its published layouts are compared by their
 degrees (tp, pp, cp, ep) with the five best device meshes of a search under the framework profile of the run. With
 EVERY, only every so many recipes are searched.
 """
@@ -11,6 +11,9 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 
+from benchmarks.accuracy.run_files import DATA, read_runs
+from benchmarks.accuracy.scoring import priced_as
+from benchmarks.accuracy.training_run import TrainingRun
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.layout import Layout
@@ -18,9 +21,6 @@ from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import best_of_each_mesh
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import PROVEN_MESHES, SIMULATED, search
-from megaloom.planner.validate.run_files import DATA, read_runs
-from megaloom.planner.validate.scoring import priced_as
-from megaloom.planner.validate.training_run import TrainingRun
 
 SOURCES = ("megatron-bridge", "nemo-docs", "dgxc-benchmarking")
 CLOSE = 1.02  # a published layout whose predicted time is within this factor of our best one is as good

@@ -1,1 +1,1 @@
-"""The command line: plan, explain, export and validate. Nothing here loads torch; help texts load nothing heavy."""
+"""The command line: plan, explain, export and compare. Nothing here loads torch; help texts load nothing heavy."""

@@ -49,7 +49,6 @@ _MEGALOOM_COMMANDS = (
     "show",
     "train",
     "unpack",
-    "validate",
     "verify",
 )
 _GPUS_HELP = (

@@ -1,7 +1,8 @@
 """The 90 % interval of a predicted step time: nine of ten published runs of its class lie within.
 
 `interval(seconds, run_class(…))` gives the interval of one prediction. The table comes from published runs of one half
-of the models; `megaloom validate RUNS` makes it again, and counts how many runs of the other half it holds.
+of the models; `python -m benchmarks.accuracy validate RUNS` makes it again, and counts how many runs of the other half
+it holds.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # A rank may hold more than predicted. Of the runs of Megatron's family, 96 of 100 allocated up to 10.7 % more
-# (`megaloom validate`). torch reserved up to 7.9 % more than was allocated (SimuMax's runs; where memory is free it
-# reserves more, on an H200 up to a third, and where memory is short it does without). CUDA graphs have memory of their
-# own: they took up to 0.75 of the saved activations (Hy3's runs).
+# (`python -m benchmarks.accuracy validate`). torch reserved up to 7.9 % more than was allocated (SimuMax's runs; where
+# memory is free it reserves more, on an H200 up to a third, and where memory is short it does without). CUDA graphs
+# have memory of their own: they took up to 0.75 of the saved activations (Hy3's runs).
 MODEL_ERROR, RESERVED, GRAPH = 0.107, 0.079, 0.75
 NO_TENSOR = ("allocator", "runtime", "graphs")  # holders that are not tensors
 

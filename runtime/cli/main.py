@@ -1,4 +1,4 @@
-"""The `megaloom` command: train, generate, convert, verify, plan, show, measure, validate, explain, export.
+"""The `megaloom` command: train, generate, convert, verify, plan, show, measure, explain, export.
 
 `training_commands` and `run_commands` declare the options of each command.
 
@@ -23,7 +23,6 @@ from megaloom.planner.cli.export import export
 from megaloom.planner.cli.main import app as planning
 from megaloom.planner.cli.process import run_and_flush
 from megaloom.planner.cli.settings import options_of_settings
-from megaloom.planner.cli.validate import validate
 from megaloom.planner.cli.versions import VERSION_HELP, installed_versions
 from megaloom.runtime.launch.stop_signals import until_stopped
 
@@ -61,7 +60,7 @@ app = App(
 app["--help"].group = app["--version"].group = "Parameters"
 app["--version"].help = VERSION_HELP
 app.command(planning, name="plan")
-for planned in (validate, explain, export, compare):
+for planned in (explain, export, compare):
     app.command(unwrap_help(planned))
 for name, command in {**TRAINING_COMMANDS, **RUN_COMMANDS}.items():
     app.command(command, name=name)

@@ -17,7 +17,6 @@ REASONS = {
     "planner/cli/main.py": COMMAND,
     "planner/cli/process.py": COMMAND,
     "planner/cli/settings.py": COMMAND,
-    "planner/cli/validate.py": COMMAND,
     "planner/cli/versions.py": "start-up time: importlib.metadata takes 30 ms",
     "planner/contract/layout.py": "start-up time: `plan --help` lists the layout fields without loading dsl",
     "planner/contract/plan_json.py": "start-up time: cattrs, only for reading a plan",

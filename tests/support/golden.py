@@ -134,9 +134,9 @@ def _layout(layout: Any) -> dict[str, Any]:
 
 
 def validation() -> dict[str, dict[str, Any]]:
-    """Predict every published run that ships with megaloom and return its record; skipped rows are only named."""
-    from megaloom.planner.validate.run_files import fitted_files
-    from megaloom.planner.validate.scoring import validate_files
+    """Predict every published run to which constants were fitted and return its record; skipped rows are only named."""
+    from benchmarks.accuracy.run_files import fitted_files
+    from benchmarks.accuracy.scoring import validate_files
 
     records: dict[str, dict[str, Any]] = {}
     for path in fitted_files():

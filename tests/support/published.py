@@ -1,4 +1,4 @@
-"""A sample of the published runs that ship with megaloom, and rows of the older schema."""
+"""A sample of the published runs of benchmarks/accuracy, and rows of the older schema."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from functools import cache
 from typing import Any
 
-from megaloom.planner.validate.records import LeftOut, RunRecord, run_of_record
-from megaloom.planner.validate.run_files import shipped_records
-from megaloom.planner.validate.training_run import TrainingRun
+from benchmarks.accuracy.records import LeftOut, RunRecord, run_of_record
+from benchmarks.accuracy.run_files import shipped_records
+from benchmarks.accuracy.training_run import TrainingRun
 from tests.support.paths import TESTS
 
 OLDER = TESTS / "data" / "older_schema_runs.jsonl"

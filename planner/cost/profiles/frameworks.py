@@ -1,7 +1,4 @@
-"""Profiles of frameworks: our runtime, Megatron-core, and the frameworks of published runs.
-
-Plans are made with `OWN` and `MEGATRON`. The other profiles predict runs that others published.
-"""
+"""Profiles of frameworks with which plans are made: our runtime, and Megatron-core with Transformer Engine."""
 
 from __future__ import annotations
 
@@ -10,20 +7,6 @@ from types import MappingProxyType
 
 from megaloom.planner.contract.workload import Runtime
 
-from .features import (
-    DEEPSPEED_BF16_OPTIMIZER,
-    DEEPSPEED_FP16_OPTIMIZER,
-    DEEPSPEED_PIPELINE,
-    FUSED_LOSS,
-    GRADIENTS_16,
-    NANOTRON_LOSS,
-    NO_OVERLAP_BUFFERS,
-    NO_WGRAD_FUSION,
-    ONLY_TENSOR_OVERLAP,
-    SCATTERED_SENDS,
-    SLOW_MEMORY_KERNELS,
-    UNFUSED_ATTENTION,
-)
 from .groups import FrameworkProfile, compose
 from .kernel_features import ENGINE_KERNELS, MEGALOOM_KERNELS, TORCH_KERNELS
 
@@ -31,30 +14,3 @@ EAGER = compose("torch, kernel by kernel", [TORCH_KERNELS])
 OWN = compose("megaloom", [MEGALOOM_KERNELS], EAGER)
 MEGATRON = compose("Megatron-core with Transformer Engine", [ENGINE_KERNELS])
 PROFILES: Mapping[Runtime, FrameworkProfile] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
-
-# Profiles of published runs.
-MEGATRON_CORE = compose("megatron-core", [NO_OVERLAP_BUFFERS], MEGATRON)
-MEGATRON_LM_TUNED = compose("megatron-lm-tuned", [SLOW_MEMORY_KERNELS, ONLY_TENSOR_OVERLAP], MEGATRON_CORE)
-NEMO = compose("nemo", [GRADIENTS_16], MEGATRON_LM_TUNED)
-MEGATRON_BRIDGE = compose("megatron-bridge", [GRADIENTS_16, FUSED_LOSS], MEGATRON_CORE)
-MEGATRON_LM_TESTS = compose("megatron-lm-tests", [NO_WGRAD_FUSION], MEGATRON)
-MEGATRON_2021 = compose("megatron-lm-2021", [UNFUSED_ATTENTION, SCATTERED_SENDS])
-DEEPSPEED_FP16 = compose("deepspeed-fp16", [DEEPSPEED_PIPELINE, DEEPSPEED_FP16_OPTIMIZER], MEGATRON_2021)
-DEEPSPEED_BF16 = compose("deepspeed-bf16", [DEEPSPEED_PIPELINE, DEEPSPEED_BF16_OPTIMIZER], MEGATRON_2021)
-NANOTRON = compose("nanotron", [NANOTRON_LOSS], EAGER)
-PUBLISHED: Mapping[str, FrameworkProfile] = MappingProxyType(
-    {
-        profile.name: profile
-        for profile in (
-            MEGATRON_CORE,
-            MEGATRON_LM_TUNED,
-            NEMO,
-            MEGATRON_BRIDGE,
-            MEGATRON_LM_TESTS,
-            MEGATRON_2021,
-            DEEPSPEED_FP16,
-            DEEPSPEED_BF16,
-            NANOTRON,
-        )
-    }
-)

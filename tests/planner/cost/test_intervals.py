@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.accuracy.coverage import coverage, in_fitting_half
+from benchmarks.accuracy.scoring import score
 from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.mixtral import mixtral_8x7b
@@ -24,8 +26,6 @@ from megaloom.planner.cost.intervals import (
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.pricing import price
-from megaloom.planner.validate.coverage import coverage, in_fitting_half
-from megaloom.planner.validate.scoring import score
 from tests.support.published import sample_runs
 
 

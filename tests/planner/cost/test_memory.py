@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.accuracy.scoring import evenly
 from megaloom.dsl.catalog import find
 from megaloom.dsl.combine import residual
 from megaloom.dsl.dims import Dim
@@ -44,7 +45,6 @@ from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.pipeline import schedules, timeline
 from megaloom.planner.search.candidate_space import CandidateSpace
 from megaloom.planner.search.pricing import Pricer, price
-from megaloom.planner.validate.scoring import evenly
 from tests.support.profiles import changed
 
 N = st.integers(0, 10**9)

@@ -14,6 +14,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.accuracy.models.decoder import Decoder
 from megaloom.dsl import (
     Attention,
     Dim,
@@ -54,7 +55,6 @@ from megaloom.planner.search.device_meshes import (
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
 from megaloom.planner.simulate.price import Priced
-from megaloom.planner.validate.models.decoder import Decoder
 
 INSTANCES = int(os.environ.get("MEGALOOM_INSTANCES", "30"))
 OF_BLOCKS = ["dense", "tied", "sparse", "ahead"]

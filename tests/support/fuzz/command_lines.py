@@ -137,7 +137,6 @@ def _places(bases: Path) -> dict[str, tuple[str, ...]]:
         "compare TRACE": ("compare", f"{b}/plan.json", "PLACE"),
         "pack": ("pack", "PLACE"),
         "unpack": ("unpack", "PLACE", "-o", "out"),
-        "validate": ("validate", "PLACE"),
         "data": ("data", "PLACE", "-o", "out", "--tokenizer", "bytes"),
         "data --tokenizer": ("data", f"{b}/text.jsonl", "-o", "out", "--tokenizer", "PLACE"),
     }

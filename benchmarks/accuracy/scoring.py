@@ -20,12 +20,12 @@ from megaloom.dsl.graph import graph
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.cost.intervals import OTHER_CLASS, interval, run_class
 from megaloom.planner.cost.measured_memory import held_bytes, required_bytes, upper_bytes
-from megaloom.planner.cost.profiles.frameworks import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.price import Priced
 
+from .frameworks import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
 from .run_files import read_runs
 from .stage_assignment import by_weights, evenly, filled
 from .training_run import Skipped, TrainingRun

@@ -13,14 +13,11 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaloom.dsl import UserError, params
-from megaloom.planner.contract.choices import Recompute
-from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.workload import Precision
-from megaloom.planner.validate.records import record_line
-from megaloom.planner.validate.run_files import read_runs, shipped_records
-from megaloom.planner.validate.scoreboard import validation_json
-from megaloom.planner.validate.scoring import (
+from benchmarks.accuracy.__main__ import main
+from benchmarks.accuracy.records import record_line
+from benchmarks.accuracy.run_files import read_runs, shipped_records
+from benchmarks.accuracy.scoreboard import validation_json
+from benchmarks.accuracy.scoring import (
     Predicted,
     choices,
     p90,
@@ -28,7 +25,10 @@ from megaloom.planner.validate.scoring import (
     priced_as,
     validate_files,
 )
-from megaloom.runtime.cli.main import main
+from megaloom.dsl import UserError, params
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision
 from tests.support.published import OLDER, older_rows, sample_reasons, sample_runs
 
 

@@ -9,6 +9,14 @@ from attrs import evolve, fields
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.accuracy.features import (
+    BLOCKING_LAUNCHES,
+    FEATURES,
+    FUSED_EXPERTS,
+    PADDED_EXPERTS,
+    SLOW_MEMORY_KERNELS,
+)
+from benchmarks.accuracy.frameworks import DEEPSPEED_FP16, MEGATRON_2021, NEMO, PUBLISHED
 from megaloom.dsl.facts.costs import costs
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.graph import graph
@@ -27,23 +35,8 @@ from megaloom.planner.cost.kernels import (
     SPLIT,
     kernel_seconds,
 )
-from megaloom.planner.cost.profiles.features import (
-    BLOCKING_LAUNCHES,
-    FEATURES,
-    FUSED_EXPERTS,
-    PADDED_EXPERTS,
-    SLOW_MEMORY_KERNELS,
-)
 from megaloom.planner.cost.profiles.figures import FigureKind
-from megaloom.planner.cost.profiles.frameworks import (
-    DEEPSPEED_FP16,
-    MEGATRON,
-    MEGATRON_2021,
-    NEMO,
-    OWN,
-    PROFILES,
-    PUBLISHED,
-)
+from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN, PROFILES
 from megaloom.planner.cost.profiles.groups import GROUPS, Feature, FrameworkProfile, compose, profile_figures
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS

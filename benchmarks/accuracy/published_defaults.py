@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from megaloom.dsl.dims import MAX_LAYERS
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.cost.profiles.features import (
+from megaloom.planner.cost.profiles.groups import FrameworkProfile
+
+from .features import (
     DEDUPLICATED_DISPATCH,
     FUSED_EXPERTS,
     ITERATION_GRAPHS,
     LAYER_GRAPHS,
     MOMENTS_16,
 )
-from megaloom.planner.cost.profiles.frameworks import (
+from .frameworks import (
     DEEPSPEED_BF16,
     DEEPSPEED_FP16,
     MEGATRON_2021,
@@ -24,8 +26,6 @@ from megaloom.planner.cost.profiles.frameworks import (
     NANOTRON,
     NEMO,
 )
-from megaloom.planner.cost.profiles.groups import FrameworkProfile
-
 from .row_values import Row, row_flag, row_integer, row_text
 from .training_run import UnfitError
 

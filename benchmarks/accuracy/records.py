@@ -21,11 +21,11 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.plan_json import layout_to_json
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.cost.profiles.features import FEATURES
-from megaloom.planner.cost.profiles.frameworks import PUBLISHED
 from megaloom.planner.cost.profiles.groups import FrameworkProfile, compose
 from megaloom.planner.hardware.cluster_names import cluster
 
+from .features import FEATURES
+from .frameworks import PUBLISHED
 from .models.catalog_models import named_example
 from .models.decoder import Decoder
 from .models.hybrid import Hybrid

@@ -15,9 +15,9 @@ from attrs import frozen
 from megaloom.dsl.dims import MAX_LAYERS
 from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Shard
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.cost.profiles.frameworks import MEGATRON_BRIDGE
 
 from .device_words import row_device, row_precision
+from .frameworks import MEGATRON_BRIDGE
 from .models.catalog_models import named_example
 from .models.decoder import Decoder, LatentDims
 from .models.hybrid import Hybrid

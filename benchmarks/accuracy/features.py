@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megaloom.planner.contract.choices import Overlap
-
-from .figures import Figure, coded, fitted
-from .groups import ONE_PASS, ContextCommunication, Feature
-from .kernel_features import ENGINE_KERNELS, MEGALOOM_KERNELS, SWIGLU_PASSES, TORCH_KERNELS
+from megaloom.planner.cost.profiles.figures import Figure, coded, fitted
+from megaloom.planner.cost.profiles.groups import ONE_PASS, ContextCommunication, Feature
+from megaloom.planner.cost.profiles.kernel_features import (
+    ENGINE_KERNELS,
+    MEGALOOM_KERNELS,
+    SWIGLU_PASSES,
+    TORCH_KERNELS,
+)
 
 # Software before Megatron-Bridge.
 SLOW_MEMORY_KERNELS = Feature(

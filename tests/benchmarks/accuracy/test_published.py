@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.accuracy.published import published_record
+from benchmarks.accuracy.records import RunRecord
+from benchmarks.accuracy.run_files import shipped_records
+from benchmarks.accuracy.training_run import UnfitError
 from megaloom.planner.contract.choices import Overlap, OverlapSet
-from megaloom.planner.validate.published import published_record
-from megaloom.planner.validate.records import RunRecord
-from megaloom.planner.validate.run_files import shipped_records
-from megaloom.planner.validate.training_run import UnfitError
 from tests.support.published import older_rows
 
 ROWS = {row["id"]: row for row in older_rows()}

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.accuracy.models.decoder import Decoder
+from benchmarks.accuracy.stage_assignment import by_weights, evenly, filled
 from megaloom.dsl.graph import Graph, graph
-from megaloom.planner.validate.models.decoder import Decoder
-from megaloom.planner.validate.stage_assignment import by_weights, evenly, filled
 
 
 @pytest.fixture(scope="module")

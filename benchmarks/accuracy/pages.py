@@ -1,17 +1,14 @@
-"""Write the tables of docs/accuracy: `python -m benchmarks.accuracy` updates them, `--check` lists outdated pages.
-
-Names of pages, as in `python -m benchmarks.accuracy constants`, limit both to these pages.
+"""The tables of docs/accuracy.
 
 A table stands between `<!-- table NAME -->` and `<!-- end of NAME -->`; the text around it is written by hand. Scores
-come from the published runs that ship with megaloom, constants from the presets of devices and the framework profiles,
-runs on our own GPUs from benchmarks/data/gpu_runs.tsv.
+come from the published runs in `data`, constants from the presets of devices and the framework profiles, runs on our
+own GPUs from benchmarks/data/gpu_runs.tsv.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -22,19 +19,21 @@ from typing import Any
 from attrs import fields
 
 from megaloom.planner.contract.devices import Device, Link
-from megaloom.planner.cost.profiles.features import FEATURES
 from megaloom.planner.cost.profiles.figures import Figure
-from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN, PUBLISHED
+from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.cost.profiles.groups import GROUPS, Feature, profile_figures
 from megaloom.planner.hardware.presets import DEVICE_FIGURES, LINK_FIGURES, OTHER_SOURCES, PRESETS, HardwareFigure
-from megaloom.planner.validate.records import RunRecord
-from megaloom.planner.validate.run_files import DATA, OTHER_RUNS, fitted_files, shipped_records
-from megaloom.planner.validate.scoreboard import TableBy, markdown, markdown_table, summaries
-from megaloom.planner.validate.scoring import Predicted, Validation, validate_files
 
-ROOT = Path(__file__).parents[1]
+from .features import FEATURES
+from .frameworks import PUBLISHED
+from .records import RunRecord
+from .run_files import DATA, OTHER_RUNS, fitted_files, shipped_records
+from .scoreboard import TableBy, markdown, markdown_table, summaries
+from .scoring import Predicted, Validation, validate_files
+
+ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "accuracy"
-GPU_RUNS = Path(__file__).with_name("data") / "gpu_runs.tsv"
+GPU_RUNS = ROOT / "benchmarks" / "data" / "gpu_runs.tsv"
 SECTION = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 LARGEST = 30  # residuals in the table
 SUMMARY = ("class of runs", "runs", "median error", "mean error", "90 % of errors below", "bias", "inside the interval")
@@ -181,7 +180,8 @@ def _number(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(_number, value)) or "none"
     if isinstance(value, bool) or value is None or isinstance(value, str):
-        return {True: "yes", False: "no", None: "none"}.get(value, str(value))
+        words: Mapping[object, str] = {True: "yes", False: "no", None: "none"}
+        return words.get(value, str(value))
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
 
 
@@ -211,9 +211,8 @@ def pages() -> Iterable[Path]:
     return sorted(PAGES.glob("*.md"))
 
 
-def main() -> int:
-    """Update the pages, or list those that are out of date; the exit status is 1 if there are any."""
-    names = [word for word in sys.argv[1:] if not word.startswith("-")]
+def update_pages(names: Sequence[str], *, check: bool) -> int:
+    """Write the pages that are out of date, or only list them; then the exit status is 1 if there are any."""
     outdated = []
     for page in (page for page in pages() if not names or page.stem in names):
         text = page.read_text(encoding="utf-8")
@@ -221,12 +220,8 @@ def main() -> int:
         if new == text:
             continue
         outdated.append(page)
-        if "--check" not in sys.argv[1:]:
+        if not check:
             page.write_text(new, encoding="utf-8")
     for page in outdated:
-        print(f"{'out of date' if '--check' in sys.argv[1:] else 'updated'}: {page.relative_to(ROOT)}")
-    return int(bool(outdated) and "--check" in sys.argv[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        print(f"{'out of date' if check else 'updated'}: {page.relative_to(ROOT)}")
+    return int(bool(outdated) and check)

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.accuracy.__main__ import main
+from benchmarks.accuracy.device_words import row_device, row_precision
+from benchmarks.accuracy.models.catalog_models import named_example
+from benchmarks.accuracy.records import RunRecord, read_record, record_line
+from benchmarks.accuracy.row_values import row_flag
+from benchmarks.accuracy.run_files import DATA, OTHER_RUNS, shipped_records
+from benchmarks.accuracy.scoreboard import TableBy, markdown
+from benchmarks.accuracy.scoring import validate_files
+from benchmarks.accuracy.training_run import UnfitError
 from megaloom.dsl.errors import UserError
-from megaloom.planner.validate.device_words import row_device, row_precision
-from megaloom.planner.validate.models.catalog_models import named_example
-from megaloom.planner.validate.records import RunRecord, read_record, record_line
-from megaloom.planner.validate.row_values import row_flag
-from megaloom.planner.validate.run_files import DATA, OTHER_RUNS, shipped_records
-from megaloom.planner.validate.scoreboard import TableBy, markdown
-from megaloom.planner.validate.scoring import validate_files
-from megaloom.planner.validate.training_run import UnfitError
-from megaloom.runtime.cli.main import main
 from tests.support.published import older_rows
 
 RUNS = DATA / f"{OTHER_RUNS}.jsonl"

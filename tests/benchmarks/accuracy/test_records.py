@@ -1,4 +1,4 @@
-"""The schema of published runs, and the data that ships with megaloom."""
+"""The schema of published runs, and the data in the repository."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megaloom.planner.validate.records import LeftOut, RunRecord, read_record, record_line, run_of_record
-from megaloom.planner.validate.run_files import shipped_files, shipped_records
-from megaloom.planner.validate.training_run import TrainingRun, UnfitError
+from benchmarks.accuracy.records import LeftOut, RunRecord, read_record, record_line, run_of_record
+from benchmarks.accuracy.run_files import shipped_files, shipped_records
+from benchmarks.accuracy.training_run import TrainingRun, UnfitError
 
 RECORD = shipped_records()["simumax-005"]
 

@@ -1,4 +1,4 @@
-"""Files of published runs: those that ship with megaloom, and files of the user.
+"""Files of published runs: those of the folder `data`, and files of the user.
 
 `read_runs(path)` gives the runs of a file, and for every other row the reason why it is not predicted. A line of a
 file is a record (see `records`) or a row of the older schema (see `published`).
@@ -25,7 +25,7 @@ EXPECTED = "a file of JSON lines, each a record of a training run (docs/accuracy
 
 
 def shipped_files() -> tuple[Path, ...]:
-    """Return all files of published runs that ship with megaloom."""
+    """Return all files of published runs in the folder `data`."""
     return tuple(DATA / f"{name}.jsonl" for name in (*FITTED_FROM, OTHER_RUNS))
 
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from benchmarks.accuracy import PAGES, SECTION, TABLES, feature_table, written
+from benchmarks.accuracy.features import FEATURES
+from benchmarks.accuracy.pages import PAGES, SECTION, TABLES, feature_table, written
 from megaloom.planner.contract.known_devices import MEMORY
-from megaloom.planner.cost.profiles.features import FEATURES
 from megaloom.planner.hardware.presets import LINK_FIGURES, OTHER_SOURCES, PRESETS
 
 QUICK = ("gpu-runs", "devices", "links", "profiles", "features", "published-profiles", "other-sources")

@@ -1,0 +1,50 @@
+"""Profiles of the frameworks of published runs. Plans are not made with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megaloom.planner.cost.profiles.frameworks import EAGER, MEGATRON
+from megaloom.planner.cost.profiles.groups import FrameworkProfile, compose
+
+from .features import (
+    DEEPSPEED_BF16_OPTIMIZER,
+    DEEPSPEED_FP16_OPTIMIZER,
+    DEEPSPEED_PIPELINE,
+    FUSED_LOSS,
+    GRADIENTS_16,
+    NANOTRON_LOSS,
+    NO_OVERLAP_BUFFERS,
+    NO_WGRAD_FUSION,
+    ONLY_TENSOR_OVERLAP,
+    SCATTERED_SENDS,
+    SLOW_MEMORY_KERNELS,
+    UNFUSED_ATTENTION,
+)
+
+MEGATRON_CORE = compose("megatron-core", [NO_OVERLAP_BUFFERS], MEGATRON)
+MEGATRON_LM_TUNED = compose("megatron-lm-tuned", [SLOW_MEMORY_KERNELS, ONLY_TENSOR_OVERLAP], MEGATRON_CORE)
+NEMO = compose("nemo", [GRADIENTS_16], MEGATRON_LM_TUNED)
+MEGATRON_BRIDGE = compose("megatron-bridge", [GRADIENTS_16, FUSED_LOSS], MEGATRON_CORE)
+MEGATRON_LM_TESTS = compose("megatron-lm-tests", [NO_WGRAD_FUSION], MEGATRON)
+MEGATRON_2021 = compose("megatron-lm-2021", [UNFUSED_ATTENTION, SCATTERED_SENDS])
+DEEPSPEED_FP16 = compose("deepspeed-fp16", [DEEPSPEED_PIPELINE, DEEPSPEED_FP16_OPTIMIZER], MEGATRON_2021)
+DEEPSPEED_BF16 = compose("deepspeed-bf16", [DEEPSPEED_PIPELINE, DEEPSPEED_BF16_OPTIMIZER], MEGATRON_2021)
+NANOTRON = compose("nanotron", [NANOTRON_LOSS], EAGER)
+PUBLISHED: Mapping[str, FrameworkProfile] = MappingProxyType(
+    {
+        profile.name: profile
+        for profile in (
+            MEGATRON_CORE,
+            MEGATRON_LM_TUNED,
+            NEMO,
+            MEGATRON_BRIDGE,
+            MEGATRON_LM_TESTS,
+            MEGATRON_2021,
+            DEEPSPEED_FP16,
+            DEEPSPEED_BF16,
+            NANOTRON,
+        )
+    }
+)
