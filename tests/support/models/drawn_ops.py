@@ -52,7 +52,7 @@ class Drawn(Layer):
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e = x["embed"]
-        h = dot(x, weight("up", e, *self.channels, std=0.3), "embed")
+        h = dot(x, weight("up", e, *self.channels, std=0.2), "embed")
         second = second_shape(self.op, h.shape)
         if self.op.join == "take":
             y = apply(self.op, h, self.tokens)
@@ -61,12 +61,12 @@ class Drawn(Layer):
         else:
             own = [d for d in second if d.name not in TOKENS]
             positions = tuple(d.name for d in x.shape if d.name in TOKENS and d.name not in second)
-            w = weight("second", *([] if len(own) == len(second.dims) else [e]), *own, std=0.3)
+            w = weight("second", *([] if len(own) == len(second.dims) else [e]), *own, std=0.2)
             z = w if len(own) == len(second.dims) else dot(fn("tanh", x), w, "embed")
             z = 0.1 * apply(Sum(positions), z) if positions and z is not w else z
             y = apply(self.op, h, z)
         channels = [d for d in y.shape if d.name not in TOKENS]
-        out = dot(y, weight("down", *channels, e, std=0.3), *(d.name for d in channels)) if channels else y
+        out = dot(y, weight("down", *channels, e, std=0.2), *(d.name for d in channels)) if channels else y
         return out if out.shape == x.shape else x * fn("sigmoid", out)
 
 
