@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -18,17 +18,10 @@ if TYPE_CHECKING:
     from megaloom.planner.search.search import Found
     from megaloom.planner.search.variant_choices import FixedAxes
 
+    from .plan_options import JobOptions
 
-def print_scaling(
-    model: Model,
-    gpus: str,
-    workload: Callable[[Cluster], Workload],
-    fixed: FixedAxes,
-    headroom: float,
-    runtime: Runtime,
-    pareto: bool,
-    as_json: bool,
-) -> None:
+
+def print_scaling(model: Model, job: JobOptions, fixed: FixedAxes, *, pareto: bool, as_json: bool) -> None:
     """Search each cluster of a range, or each memory limit, and print the best layouts as a table or as JSON."""
     from rich.console import Console
 
@@ -44,9 +37,13 @@ def print_scaling(
 
     console = Console(stderr=True)
     progress = console.status("", spinner="line")
+    headroom, runtime = job.memory_headroom, job.runtime
+
+    def workload(machine: Cluster) -> Workload:
+        return job.workload(model, machine)
 
     def clusters() -> Iterator[Cluster]:
-        for machine in clusters_in_range(gpus):
+        for machine in clusters_in_range(job.gpus):
             progress.update(f"searching the layouts of {model.name} on {machine} ...")
             yield machine
 

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
-from megaloom.planner.contract.known_devices import MEMORY
-from megaloom.planner.contract.workload import Precision, Runtime, Workload
-
 from .adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
-from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, parse_share, reject_rounded, unwrap_help, usage_error
+from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, reject_rounded, unwrap_help, usage_error
+from .plan_options import DEFAULT_JOB, DEFAULT_RESULT, JobOptions, ResultOptions
 from .process import cyclic_gc_disabled, run_and_flush
 from .settings import SetOption, SettingsOption, model_arguments, options_of_settings
 from .versions import VERSION_HELP, installed_versions
 
 if TYPE_CHECKING:
-    from megaloom.planner.contract.devices import Cluster
+    from megaloom.dsl.graph import Model
+    from megaloom.planner.search.variant_choices import FixedAxes
 
 app = App(
     name="plan",
@@ -51,11 +50,6 @@ _MEGALOOM_COMMANDS = (
     "unpack",
     "verify",
 )
-_GPUS_HELP = (
-    "Number and kind of devices: 64xH100. A range, 8..4096xH100, prints a scaling table. "
-    f"Known: {', '.join(MEMORY)}. For another cluster, give a cluster file, 64xours.toml, "
-    "or the profile that `megaloom measure` writes."
-)
 
 
 @app.default
@@ -64,23 +58,12 @@ def find_plan(
     model: str | None = None,
     /,
     *,
-    gpus: Annotated[str, Parameter(help=_GPUS_HELP)] = "8xH100",
+    job: Annotated[JobOptions, Parameter(name="*")] = DEFAULT_JOB,
     words: SetOption = [],  # noqa: B006
     settings: SettingsOption = None,
-    seq: int | None = None,
-    batch: int | None = None,
-    precision: Precision = Precision.BF16,
-    runtime: Runtime = Runtime.MEGALOOM,
     fixed: FixedLayout = NOTHING_FIXED,
     adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
-    memory_headroom: Annotated[float, Parameter(converter=parse_share)] = 0.05,
-    lint: Annotated[bool, Parameter(negative="")] = False,
-    pareto: Annotated[bool, Parameter(negative="")] = False,
-    top: int = 5,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-    output: Annotated[str | None, Parameter(name=["-o", "--output"])] = None,
-    html: str | None = None,
-    trace: str | None = None,
+    result: Annotated[ResultOptions, Parameter(name="*")] = DEFAULT_RESULT,
 ) -> int | None:
     """Find the fastest layout of a model on a cluster, explain it, and write it to a plan file.
 
@@ -91,90 +74,67 @@ def find_plan(
     model
         One of the examples (llama3-8b), file.py:name, a file.py that declares one model, package.module:name, or a
         Hugging Face config.json.
-    seq
-        Tokens per sequence. [default: 4096, or fewer if the model has fewer learned positions]
-    batch
-        Global batch: sequences per step, over all devices. [default: 8 per device, fewer beyond 128 devices]
-    precision
-        Number format of activations and matrix products.
-    runtime
-        Program that will run the plan: megaloom (`megaloom train`), or megatron (Megatron-core with Transformer
-        Engine, as in Megatron-LM, NeMo and Megatron-Bridge; see `megaloom export`).
-    memory_headroom
-        Share of each device's memory that a plan leaves free, such as 10%.
-    lint
-        Search nothing. List the rules that the given layout breaks; without a layout, list all rules.
-    pareto
-        Print the Pareto front of step time against memory. No plan is written.
-    top
-        Number of layouts to show, each on a different device mesh (tp, pp, cp, ep, etp, dp).
-    as_json
-        Print JSON only. No plan is written without -o.
-    output
-        File for the plan. [default: plan.json]
-    html
-        File for a web page of the plan: step time, timeline, memory, devices, and other layouts.
-    trace
-        File for a Chrome trace of the predicted step, for ui.perfetto.dev; compressed if its name ends in .gz.
     """
     from megaloom.dsl.catalog import find
     from megaloom.dsl.errors import UserError
-    from megaloom.dsl.files.outputs import check_output_file
-    from megaloom.dsl.graph import graph
     from megaloom.dsl.hf.architectures import WANTED
-    from megaloom.planner.contract.plan_json import save
-    from megaloom.planner.hardware.cluster_names import cluster, is_range
 
-    from .actions import default_batch, default_seq, print_lint, print_report, print_rules, print_scaling, run_search
+    from .actions import print_rules
 
-    if top < 1:
-        raise UserError(f"--top must be at least 1, got {top}")
+    result.check()
     chosen = fixed_fields(fixed)
     if model is None:
-        if lint and not chosen:
-            return print_rules(as_json)
+        if result.lint and not chosen:
+            return print_rules(result.as_json)
         raise UserError(f"MODEL is missing\n{WANTED}")
-    for flag, place in (("-o", output), ("--html", html), ("--trace", trace)):
-        check_output_file(place, flag)
+    result.check_files()
     declared, ref = find(model, model_arguments(words, settings))
     declared = adapters.added_to(declared, ref)
+    return _plan_or_list(declared, ref, job, chosen, result)
 
-    def workload(machine: Cluster) -> Workload:
-        return Workload(
-            seq=default_seq(graph(declared)) if seq is None else seq,
-            batch=default_batch(machine) if batch is None else batch,
-            precision=precision,
-        )
 
-    if lint:
-        machine = cluster(gpus)
-        return print_lint(graph(declared), machine, workload(machine), chosen, as_json)
-    if pareto or is_range(gpus):
-        for flag, path in (("-o", output), ("--html", html), ("--trace", trace)):
-            if path:
-                what = "`--pareto` prints the Pareto front" if pareto else f"`--gpus {gpus}` prints a scaling table"
-                instead = "`--pareto`" if pareto else "name one cluster"
-                raise UserError(f"{what} and writes no plan\ndrop `{flag}`, or {'drop ' if pareto else ''}{instead}")
-        print_scaling(declared, gpus, workload, chosen, memory_headroom, runtime, pareto, as_json)
+def _plan_or_list(declared: Model, ref: str, job: JobOptions, chosen: FixedAxes, result: ResultOptions) -> int | None:
+    """Print the broken rules, the layouts of a range of clusters or the Pareto front if asked to; else plan."""
+    from megaloom.dsl.graph import graph
+    from megaloom.planner.hardware.cluster_names import cluster, is_range
+
+    from .actions import print_lint, print_scaling
+
+    if result.lint:
+        machine = cluster(job.gpus)
+        return print_lint(graph(declared), machine, job.workload(declared, machine), chosen, result.as_json)
+    if result.pareto or is_range(job.gpus):
+        result.check_no_plan(job.gpus)
+        print_scaling(declared, job, chosen, pareto=result.pareto, as_json=result.as_json)
         return None
-    machine = cluster(gpus)
-    found = run_search(declared, machine, workload(machine), ref, chosen, memory_headroom, runtime)
-    path = output or ("" if as_json else "plan.json")
+    return _plan(declared, ref, job, chosen, result)
+
+
+def _plan(declared: Model, ref: str, job: JobOptions, chosen: FixedAxes, result: ResultOptions) -> int | None:
+    """Search a plan, print it, and write its files. Return 130 if the search was interrupted."""
+    from megaloom.planner.contract.plan_json import save
+    from megaloom.planner.hardware.cluster_names import cluster
+
+    from .actions import print_report, run_search
+
+    machine = cluster(job.gpus)
+    workload = job.workload(declared, machine)
+    found = run_search(declared, machine, workload, ref, chosen, job.memory_headroom, job.runtime)
+    path = result.output or ("" if result.as_json else "plan.json")
     if path:
         save(found.best, path)
-    if html or trace:
+    if result.html or result.trace:
         from megaloom.planner.report.html import save_page_and_trace
 
-        save_page_and_trace(found.best, declared, html, trace, found)
-    if as_json:
+        save_page_and_trace(found.best, declared, result.html, result.trace, found)
+    if result.as_json:
         from megaloom.dsl.facts.parameters import params
         from megaloom.planner.report.to_json import search_json
 
-        print(json.dumps(search_json(found, top, params(declared)), indent=1))
+        print(json.dumps(search_json(found, result.top, params(declared)), indent=1))
     else:
-        assumed = [name for name, value in (("--seq", seq), ("--batch", batch)) if value is None]
-        print_report(found, declared, top, assumed, path)
-        for picture in filter(None, (html, trace)):
+        print_report(found, declared, result.top, job.assumed, path)
+        for picture in filter(None, (result.html, result.trace)):
             print(f"wrote {picture}")
     return None if found.gap is None else 130
 

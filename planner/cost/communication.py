@@ -155,19 +155,21 @@ def _distinct_share(count: int, copies: int) -> float:
     return count * (1 - (1 - 1 / count) ** copies) / copies
 
 
-def context_parallel_seconds(
-    way: ContextCommunication,
-    kind: str,
-    nbytes: float,
-    queries: float,
-    compute: float,
-    backward: bool,
-    group: ProcessGroup,
-    cluster: Cluster,
-) -> float:
-    """Return the exposed seconds of the exchange of keys and values, of `nbytes`, of attention over a sharded sequence.
+@frozen
+class AttentionExchange:
+    """The exchange of keys and values of one pass of attention over a sharded sequence."""
 
-    queries: bytes of a device's queries. compute: seconds of attention in this pass.
+    kind: str  # of the collective, as the facts count it
+    nbytes: float  # of keys and values
+    queries: float  # bytes of a device's queries
+    compute: float  # seconds of attention in this pass
+    backward: bool
+
+
+def context_parallel_seconds(
+    way: ContextCommunication, exchange: AttentionExchange, group: ProcessGroup, cluster: Cluster
+) -> float:
+    """Return the exposed seconds of an exchange of attention over a sharded sequence.
 
     - all-gather: `kind` as the facts count it, before attention begins. Our runtime does that.
     - all-to-all: queries, keys and values exchange parts of the sequence for parts of the heads, and the output
@@ -175,14 +177,15 @@ def context_parallel_seconds(
     - p2p: keys and values, and backward also their gradients, go around a ring while attention computes with the part
       that has arrived. Kernels add up the parts of the output (megatron-core's default; see CORRECTED_TENSORS).
     """
+    nbytes, queries, backward = exchange.nbytes, exchange.queries, exchange.backward
     if way is ContextCommunication.ALL_GATHER:
-        return collective_seconds(kind, cluster, (nbytes, group))
+        return collective_seconds(exchange.kind, cluster, (nbytes, group))
     if way is ContextCommunication.ALL_TO_ALL:
         heads = collective_seconds("all_to_all", cluster, (queries + nbytes / group.size, group))
         return heads + collective_seconds("all_to_all", cluster, (queries, group))
     ring = collective_seconds("all_gather", cluster, ((2 if backward else 1) * nbytes, group))
     corrected = CORRECTED_QUERIES * group.size * queries + (nbytes if backward else 0)
-    hidden = compute * (group.size - 1) / group.size
+    hidden = exchange.compute * (group.size - 1) / group.size
     return CORRECTED_TENSORS * corrected / cluster.device.moves + max(0.0, ring - hidden)
 
 

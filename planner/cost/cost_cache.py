@@ -167,7 +167,7 @@ class CostCache:
                 sharding = (x.tp, x.sequence_parallel, x.vocab_multiple, x.grad_reduce)
                 first, which = alike(*sharding, *tokens[seen.tokenwise], *experts[seen.experts])
                 columns = (np.asarray(getattr(x, name))[first].tolist() for name in NODE_COST_FIELDS)
-                out[key] = [self._simplest(seen, *values) for values in zip(*columns, strict=True)], which
+                out[key] = [self._simplest(seen, values) for values in zip(*columns, strict=True)], which
         return out
 
     def shared(self, layout: Layout) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ class CostCache:
 
     def node_cost(self, i: int, layout: Layout) -> NodeCost:
         """Return the cost of node kind i under a layout, without recompute."""
-        return self._cost(i, *self._simplest(self._sensitivity[i], *node_cost_key(layout)))
+        return self._cost(i, *self._simplest(self._sensitivity[i], node_cost_key(layout)))
 
     def _cost(self, i: int, x: Layout, seq: int) -> NodeCost:
         """Return the cost of node kind i under a simplest layout."""
@@ -188,23 +188,12 @@ class CostCache:
             self._costs[key] = node_cost(self.job, self.structure.kinds[i], facts, execution, x, seq)
         return self._costs[key]
 
-    def _simplest(
-        self,
-        seen: Sensitivity,
-        tp: int,
-        cp: int,
-        ep: int,
-        etp: int,
-        sequence_parallel: bool,
-        micro_batch: int,
-        overlap_bits: int,
-        vocab_multiple: int,
-        grad_reduce: int,
-    ) -> tuple[Layout, int]:
+    def _simplest(self, seen: Sensitivity, key: tuple[Any, ...]) -> tuple[Layout, int]:
         """Return the simplest layout, and its sequence length, under which such a node costs what it does here.
 
-        The other arguments are NODE_COST_FIELDS.
+        key: the values of NODE_COST_FIELDS.
         """
+        tp, cp, ep, etp, sequence_parallel, micro_batch, overlap_bits, vocab_multiple, grad_reduce = key
         seq = self.workload.seq
         if not seen.experts:
             ep, etp, overlap_bits = 1, 1, overlap_bits & Overlap.TENSOR.bit

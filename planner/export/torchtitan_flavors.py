@@ -84,20 +84,25 @@ def _llama(name: str, layers: int, heads: int, embed: int, ff: int) -> Flavor:
 
 
 def _qwen(
-    name: str, layers: int, heads: int, kv: int, embed: int, ff: FeedForward, *, base: int = 10**6, tied: bool = False
+    name: str,
+    layers: int,
+    heads: tuple[int, int],
+    embed: int,
+    ff: FeedForward,
+    *,
+    base: int = 10**6,
+    tied: bool = False,
 ) -> Flavor:
+    """Return a Qwen3. heads: of queries, and of keys and values."""
     norm = RMSNorm(over="head_dim")
-    attention = Attention(heads=heads, kv_heads=kv, head_dim=128, rope=_ANY_ROPE, qk_norm=norm)
+    attention = Attention(heads=heads[0], kv_heads=heads[1], head_dim=128, rope=_ANY_ROPE, qk_norm=norm)
     own = f"rotary positions of base {base:,}" + (", and no balancing of experts" if isinstance(ff, MoE) else "")
     return Flavor("qwen3", name, _decoder(151936, embed, attention, [ff] * layers, tied), own)
 
 
-def _deepseek(
-    name: str, vocab: int, heads: int, q_rank: int | None, embed: int, dense: int, ff: int, sparse: int, moe: MoE
-) -> Flavor:
+def _deepseek(name: str, vocab: int, heads: int, q_rank: int | None, embed: int, layers: list[FeedForward]) -> Flavor:
     attention = MLA(heads=heads, q_rank=q_rank, kv_rank=512, nope=128, rope=64, v=128, positions=_ANY_ROPE)
     own = "eps 1e-5, rotary positions scaled beyond 4,096 tokens, and experts balanced by biases"
-    layers: list[FeedForward] = [*[SwiGLU(ff)] * dense, *[moe] * sparse]
     return Flavor("deepseek_v3", name, _decoder(vocab, embed, attention, layers), own)
 
 
@@ -108,15 +113,15 @@ FLAVORS = (
     _llama("8B", 32, 32, 4096, 14336),
     _llama("70B", 80, 64, 8192, 28672),
     _llama("405B", 126, 128, 16384, 53248),
-    _qwen("0.6B", 28, 16, 8, 1024, SwiGLU(3072), tied=True),
-    _qwen("1.7B", 28, 16, 8, 2048, SwiGLU(6144), tied=True),
-    _qwen("4B", 36, 32, 8, 2560, SwiGLU(9728), tied=True),
-    _qwen("8B", 36, 32, 8, 4096, SwiGLU(12288)),
-    _qwen("14B", 40, 40, 8, 5120, SwiGLU(17408)),
-    _qwen("32B", 64, 64, 8, 5120, SwiGLU(25600)),
-    _qwen("30B-A3B", 48, 32, 4, 2048, MoE(SwiGLU(768), 128, 8)),
-    _qwen("235B-A22B", 94, 64, 4, 4096, MoE(SwiGLU(1536), 128, 8), base=5 * 10**6),
-    _deepseek("16B", 102400, 16, None, 2048, 1, 10944, 26, _V2_LITE),
-    _deepseek("236B", 102400, 128, 1536, 5120, 1, 12288, 59, _V2),
-    _deepseek("671B", 129280, 128, 1536, 7168, 3, 18432, 58, _V3),
+    _qwen("0.6B", 28, (16, 8), 1024, SwiGLU(3072), tied=True),
+    _qwen("1.7B", 28, (16, 8), 2048, SwiGLU(6144), tied=True),
+    _qwen("4B", 36, (32, 8), 2560, SwiGLU(9728), tied=True),
+    _qwen("8B", 36, (32, 8), 4096, SwiGLU(12288)),
+    _qwen("14B", 40, (40, 8), 5120, SwiGLU(17408)),
+    _qwen("32B", 64, (64, 8), 5120, SwiGLU(25600)),
+    _qwen("30B-A3B", 48, (32, 4), 2048, MoE(SwiGLU(768), 128, 8)),
+    _qwen("235B-A22B", 94, (64, 4), 4096, MoE(SwiGLU(1536), 128, 8), base=5 * 10**6),
+    _deepseek("16B", 102400, 16, None, 2048, [SwiGLU(10944), *[_V2_LITE] * 26]),
+    _deepseek("236B", 102400, 128, 1536, 5120, [SwiGLU(12288), *[_V2] * 59]),
+    _deepseek("671B", 129280, 128, 1536, 7168, [*[SwiGLU(18432)] * 3, *[_V3] * 58]),
 )

@@ -16,6 +16,7 @@ from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, unwrap_hel
 from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
 from megaloom.runtime.training.run_options import RunOptions
 
+from .command_groups import DATASET, DatasetOptions
 from .option_groups import DEFAULT_OPTIONS, DEFAULT_WORKLOAD, OPTIONS_OF_RUN, PlanOptions, WorkloadOptions
 from .packages import require_training_packages
 
@@ -53,18 +54,7 @@ def make_dataset(
     /,
     *,
     output: Annotated[Path, Parameter(name=["-o", "--output"])],
-    tokenizer: str | None = None,
-    tokenizer_type: str | None = None,
-    train_vocab: int | None = None,
-    key: str | None = None,
-    label_key: str | None = None,
-    source_key: str | None = None,
-    target_key: str | None = None,
-    image_size: str | None = None,
-    split_sentences: str | None = None,
-    workers: int | None = None,
-    append_eos: bool = False,
-    add_bos: bool = False,
+    options: Annotated[DatasetOptions, Parameter(name="*")] = DATASET,
 ) -> None:
     """Tokenize text into an indexed dataset, OUTPUT.bin and OUTPUT.idx, that `megaloom train --data OUTPUT` reads.
 
@@ -76,54 +66,11 @@ def make_dataset(
         Text files, JSONL, Parquet, folders of them, folders that the library `datasets` has saved, or "stdlib".
     output
         Prefix of the dataset. Its tokenizer is saved as OUTPUT-tokenizer.
-    tokenizer
-        A Hugging Face folder, a tokenizer.json, a SentencePiece *.model, a vocab.txt, a vocab.json with its merges.txt,
-        a name on the Hugging Face hub, or "bytes".
-    tokenizer_type
-        How a bare vocab.txt or vocab.json is used: BertWordPieceLowerCase, BertWordPieceCase, GPT2BPETokenizer, or a
-        tokenizer class of transformers.
-    train_vocab
-        Train a BPE tokenizer with this number of tokens on the sources.
-    key
-        Key of the text, of the messages of a conversation, or of the words of a text, in JSONL, Parquet and datasets.
-        [default: text; image with --image-size]
-    label_key
-        Key of the labels: one class for each document, or a list with one for each word or token. A class is a name or
-        a number. In folders of images the folders are the classes.
-    source_key
-        Key of the first text of a pair, with --target-key, instead of --key.
-    target_key
-        Key of the second text of a pair.
-    image_size
-        Read images, not text, and resize them: 224, or height and width as 160x240. The source is a folder with a
-        folder of images for each class, or has a column of images.
-    split_sentences
-        Split texts of this language, such as en, into sentences: the sequences of a document, as Megatron-LM stores
-        them for BERT and T5.
-    workers
-        Processes. [default: the number of cores]
-    append_eos
-        End each document with the tokenizer's end-of-text token.
-    add_bos
-        Begin each document with the tokenizer's beginning-of-text token.
     """
     require_training_packages("data")
-    from .commands.data_command import run_data, text_keys
+    from .commands.data_command import run_data
 
-    keys = text_keys(key, label_key, source_key, target_key, images=image_size is not None)
-    run_data(
-        sources,
-        output,
-        keys,
-        image_size,
-        workers,
-        tokenizer=tokenizer,
-        tokenizer_type=tokenizer_type,
-        train_vocab=train_vocab,
-        sentences=split_sentences,
-        append_eos=append_eos,
-        add_bos=add_bos,
-    )
+    run_data(sources, output, options)
 
 
 @unwrap_help

@@ -124,7 +124,6 @@ def generate(
     """
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     named = (tokenizer, tokenizer_type)
-    named = (tokenizer, tokenizer_type)
     asked = Asked(tp, pp, precision, *named, chat, add_bos, batch_size, stream, averaged, attention_mask)
     return timed_generate(Path(run), given, settings or GenerationSettings(), asked, timeout=timeout)[0]
 

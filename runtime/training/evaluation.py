@@ -77,19 +77,19 @@ def evaluate_run(
     for name, count in (("batches", batches), ("micro-batch", micro_batch)):
         if count is not None and count < 1:
             raise UserError(f"--{name} must be at least 1, got {count}")
+    reading = Reading(batches, micro_batch, averaged=averaged)
     with opened(folder) as run:
-        return _evaluate(
-            run, sources, part, split, ReadBatches(batches, micro_batch), steps, averaged=averaged, timeout=timeout
-        )
+        return _evaluate(run, sources, part, split, reading, steps, timeout)
 
 
 @frozen
-class ReadBatches:
-    """The extent of an evaluation: global batches, None for all, sequences per micro-batch, and the user's step."""
+class Reading:
+    """The extent of an evaluation, and the weights and the step that are evaluated."""
 
-    batches: int | None
-    micro_batch: int | None
-    step: HeldOut = "validation"
+    batches: int | None  # global batches; None for all
+    micro_batch: int | None  # sequences per micro-batch; None for that of training
+    averaged: bool = False
+    step: HeldOut = "validation"  # the user's
 
 
 def _evaluate(
@@ -97,14 +97,12 @@ def _evaluate(
     sources: Sequence[str],
     part: str | None,
     split: str | None,
-    reading: ReadBatches,
+    reading: Reading,
     steps: object,
-    *,
-    averaged: bool,
     timeout: float | None,
 ) -> RunEvaluation:
     """Return the losses of the last checkpoint in the folder of a run."""
-    plan, model, found = _trained(folder, averaged=averaged)
+    plan, model, found = _trained(folder, averaged=reading.averaged)
     check_trainable(plan, model)
     launcher.check(plan.layout.world)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
@@ -116,7 +114,7 @@ def _evaluate(
     with TemporaryDirectory(prefix="megaloom-") as temporary:
         texts, digest = open_texts(asked, folder, maker, Path(temporary))
         done = launcher.run(
-            _evaluate_on_rank, (plan, folder, texts, reading, averaged, steps), plan.layout.world, timeout=timeout
+            _evaluate_on_rank, (plan, folder, texts, reading, steps), plan.layout.world, timeout=timeout
         )[0]
     changed = [] if sources or digest == found.manifest.data else [_CHANGED.format(step=found.manifest.step)]
     notes = (*done.notes, *changed, steps_note(steps, file_of_run(folder)))
@@ -135,7 +133,7 @@ def _trained(folder: Path, *, averaged: bool) -> tuple[Plan, Model, Checkpoint]:
 
 
 def _evaluate_on_rank(
-    plan: Plan, folder: Path, texts: list[EvaluatedText], reading: ReadBatches, averaged: bool, steps: object
+    plan: Plan, folder: Path, texts: list[EvaluatedText], reading: Reading, steps: object
 ) -> RunEvaluation:
     """Return step and losses of the newest checkpoint that is not damaged. They are equal on all ranks."""
     from megaloom.runtime.checkpoints import checkpoint  # imports megatron-core, as does the next
@@ -143,6 +141,7 @@ def _evaluate_on_rank(
 
     found = checkpoint.newest_on_ranks(folder, fingerprint=plan.fingerprint)
     assert found, f"{folder} had a checkpoint"
+    averaged = reading.averaged
     if averaged:
         found.check_averaged()
     engine = Engine.build(plan, planned_model(plan), Recipe(), loaded_steps(steps), average=0.0 if averaged else None)

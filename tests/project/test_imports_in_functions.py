@@ -15,6 +15,7 @@ REASONS = {
     "planner/cli/explain.py": COMMAND,
     "planner/cli/export.py": COMMAND,
     "planner/cli/main.py": COMMAND,
+    "planner/cli/plan_options.py": COMMAND,
     "planner/cli/process.py": COMMAND,
     "planner/cli/settings.py": COMMAND,
     "planner/cli/versions.py": "start-up time: importlib.metadata takes 30 ms",

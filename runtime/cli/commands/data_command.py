@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypedDict, Unpack
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megaloom.dsl.errors import UserError
+from megaloom.runtime.cli.command_groups import DatasetOptions
 from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.data.description import TOKENIZER_SUFFIX, Description
 from megaloom.runtime.data.documents import DEFAULT_KEY
@@ -28,33 +28,21 @@ SHOWN_NAMES = 8
 """Names of classes that the summary lists."""
 
 
-class TokenOptions(TypedDict):
-    """Options of how text becomes tokens, as `Preprocessing` has them."""
-
-    tokenizer: str | None
-    tokenizer_type: str | None
-    train_vocab: int | None
-    sentences: str | None
-    append_eos: bool
-    add_bos: bool
-
-
-def run_data(
-    sources: tuple[str, ...],
-    output: Path,
-    keys: Keys,
-    image_size: str | None,
-    workers: int | None,
-    **options: Unpack[TokenOptions],
-) -> None:
+def run_data(sources: tuple[str, ...], output: Path, options: DatasetOptions) -> None:
     """Make a dataset and print its size."""
+    images = options.image_size is not None
     request = Preprocessing(
         sources=sources,
         prefix=output,
-        keys=keys,
-        image=None if image_size is None else parse_image_size(image_size),
-        workers=len(os.sched_getaffinity(0)) if workers is None else workers,
-        **options,
+        keys=text_keys(options.key, options.label_key, options.source_key, options.target_key, images=images),
+        image=None if options.image_size is None else parse_image_size(options.image_size),
+        workers=len(os.sched_getaffinity(0)) if options.workers is None else options.workers,
+        tokenizer=options.tokenizer,
+        tokenizer_type=options.tokenizer_type,
+        train_vocab=options.train_vocab,
+        sentences=options.split_sentences,
+        append_eos=options.append_eos,
+        add_bos=options.add_bos,
     )
     with _progress_bar() as show:
         description, was_there = preprocess(request, show)

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attrs import astuple
+from attrs import asdict, astuple
 from rich.table import Table
 from rich.text import Text
 
+from megaloom.runtime.cli.command_groups import EvaluateOptions
 from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.training.evaluated_text import ALL
 from megaloom.runtime.training.evaluation import RunEvaluation, evaluate_run
 
 
-def run_evaluate(
-    folder: Path,
-    sources: list[str],
-    part: str | None,
-    split: str | None,
-    batches: int | None,
-    micro_batch: int | None,
-    *,
-    averaged: bool,
-    steps: str | None,
-) -> None:
+def run_evaluate(folder: Path, options: EvaluateOptions) -> None:
     """Evaluate the last checkpoint of a run, and print a table."""
-    evaluation = evaluate_run(
-        folder,
-        sources,
-        part=part,
-        split=split,
-        batches=batches,
-        micro_batch=micro_batch,
-        averaged=averaged,
-        steps=steps,
-    )
+    given = asdict(options, filter=lambda field, value: field.name not in ("data", "steps_from"))
+    evaluation = evaluate_run(folder, options.data, **given, steps=options.steps_from)
     what = "all parts" if evaluation.part == ALL else f"{evaluation.part} part"
     what += f" by --split {evaluation.split}" if evaluation.split and evaluation.part != ALL else ""
     title = Text(f"{folder}, step {evaluation.step}, {what}\n")

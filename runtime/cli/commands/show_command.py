@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.facts.positions import longest
@@ -17,26 +16,20 @@ from megaloom.dsl.show.placements import placement_table
 from megaloom.dsl.show.table import report
 from megaloom.dsl.show.tree import guides_for
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.workload import Precision
+from megaloom.runtime.cli.command_groups import ShowOptions
 from megaloom.runtime.cli.printing import print_on_first_rank
 
 LONGEST_SEQ = 4096
 
 
-def run_show(
-    model: str,
-    arguments: Arguments,
-    seq: int | None,
-    batch: int,
-    source: int | None,
-    precision: Precision,
-    svg: Path | None,
-    html: Path | None,
-) -> None:
+def run_show(model: str, arguments: Arguments, options: ShowOptions) -> None:
     """Print the table of a model, and write its drawing and page if asked to."""
     declared, _ = find(model, arguments)
-    tokens = min(LONGEST_SEQ, longest(graph(declared)).get("seq", LONGEST_SEQ)) if seq is None else seq
-    model_outline = outline(declared, batch=batch, seq=tokens, source=source, element=precision.nbytes)
+    precision, svg, html = options.precision, options.svg, options.html
+    longest_seq = min(LONGEST_SEQ, longest(graph(declared)).get("seq", LONGEST_SEQ))
+    seq = longest_seq if options.seq is None else options.seq
+    element = precision.nbytes
+    model_outline = outline(declared, batch=options.batch, seq=seq, source=options.source, element=element)
     if svg or html:
         page.save_files(model_outline, precision, svg, html)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
