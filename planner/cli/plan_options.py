@@ -62,7 +62,7 @@ class JobOptions:
 
 @frozen(kw_only=True)
 class ResultOptions:
-    """What is printed, and which files are written."""
+    """The form of the output, and the files to write."""
 
     lint: Annotated[bool, Parameter(negative="")] = False
     """Search nothing. List the rules that the given layout breaks; without a layout, list all rules."""

@@ -15,7 +15,7 @@ from .defaults import TrainedPrecision
 
 @frozen(kw_only=True)
 class EvaluateOptions:
-    """What a trained model is evaluated on, and how."""
+    """Data, extent and weights of an evaluation."""
 
     data: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", show_default=False)] = ()
     (
@@ -77,7 +77,7 @@ class GenerateOptions:
 
 @frozen(kw_only=True)
 class ShowOptions:
-    """What is shown of a model, and for which shapes."""
+    """Shapes, and the form in which a model is shown."""
 
     seq: int | None = None
     """Tokens per sequence. [default: 4096, or the model's learned positions if fewer]"""
@@ -105,7 +105,7 @@ class ShowOptions:
 
 @frozen(kw_only=True)
 class DatasetOptions:
-    """How sources are read and become tokens."""
+    """Keys, images and tokenizer with which sources become a dataset."""
 
     tokenizer: str | None = None
     (

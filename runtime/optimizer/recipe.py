@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from attrs import asdict, evolve, field, frozen
 
@@ -12,6 +12,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.options.option import option, within
+from megaloom.runtime.options.units import IN_ELEMENTS, IN_SEQUENCES, IN_STEPS
 
 
 class Schedule(StrEnum):
@@ -53,33 +54,33 @@ STAYING = ("lr", "router_bias_update_rate")
 class Recipe:
     """AdamW, and a learning rate that warms up linearly and then follows a schedule."""
 
-    steps: int = option(300, check=within(1, 1e9), noted=False)
+    steps: Annotated[int, IN_STEPS] = option(300, check=within(1, 1e9), noted=False)
     """Total number of optimizer steps, including those before a resume."""
     lr: float | None = option(None, check=within(1e-12, 1e3))
     """Peak learning rate. [default: 3e-3; with --from, 5e-5 to 1e-5 by the model's size, of adapters 2e-4 or 1e-4]"""
     min_lr: float | None = option(None, check=within(0, 1e3))
     """Learning rate at the end of the schedule and after it. [default: a tenth of --lr]"""
-    warmup: int = option(20, check=within(0, 1e9))
+    warmup: Annotated[int, IN_STEPS] = option(20, check=within(0, 1e9))
     """Warm-up steps."""
     schedule: Schedule = field(default=Schedule.COSINE, converter=Schedule)
     """Learning rate after warm-up. wsd: constant, then a final decay."""
-    decay_steps: int | None = option(None, check=within(1, 1e9))
+    decay_steps: Annotated[int | None, IN_STEPS] = option(None, check=within(1, 1e9))
     """Step at which the schedule ends. [default: --steps; in a continued run, the end that its schedule has]"""
     final_decay: FinalDecay = field(default=FinalDecay.LINEAR, converter=FinalDecay)
     """Shape of the final decay of wsd."""
-    final_decay_steps: int | None = option(None, check=within(1, 1e9))
+    final_decay_steps: Annotated[int | None, IN_STEPS] = option(None, check=within(1, 1e9))
     """Steps of the final decay of wsd. [default: a tenth of the schedule]"""
-    rampup_batch: int | None = option(None, check=within(1, 1e9))
+    rampup_batch: Annotated[int | None, IN_SEQUENCES] = option(None, check=within(1, 1e9))
     """Global batch of the first steps, if it is to grow to --batch. [default: --batch from the start]"""
-    rampup_increment: int | None = option(None, check=within(1, 1e9))
+    rampup_increment: Annotated[int | None, IN_SEQUENCES] = option(None, check=within(1, 1e9))
     """Sequences by which the batch grows at a time. [default: --rampup-batch]"""
-    rampup_samples: int | None = option(None, check=within(1, 1e15))
+    rampup_samples: Annotated[int | None, IN_SEQUENCES] = option(None, check=within(1, 1e15))
     """Sequences after which the batch has its full size."""
     weight_decay: float = option(0.1, check=within(0, 1e3))
     """Weight decay of all parameters except norms and biases."""
     clip_grad: float = option(1.0, check=within(0, 1e12))
     """Largest gradient norm: larger gradients are scaled down to it. 0: they are not clipped."""
-    ddp_bucket_size: int | None = option(None, check=within(1, 1e15))
+    ddp_bucket_size: Annotated[int | None, IN_ELEMENTS] = option(None, check=within(1, 1e15))
     """Gradients that are reduced at a time during the backward pass. [default: 40 million, at least 1 million x dp]"""
     beta1: float = option(0.9, check=within(0, 0.999999))
     """Decay of the first moment."""
@@ -87,13 +88,13 @@ class Recipe:
     """Decay of the second moment."""
     eps: float = option(1e-8, check=within(0, 1))
     """Added to the square root of the second moment."""
-    skip_non_finite: int = option(0, check=within(0, 1e9))
+    skip_non_finite: Annotated[int, IN_STEPS] = option(0, check=within(0, 1e9))
     """Number of steps with a NaN or infinite loss or gradient to skip; one more ends the run."""
     initial_loss_scale: float = option(2.0**16, check=within(2.0**-24, 2.0**64))
     """fp16: scale of the mean loss in the first step."""
     min_loss_scale: float = option(1.0, check=within(2.0**-24, 2.0**64))
     """fp16: the run ends with an error if gradients overflow at this loss scale."""
-    loss_scale_window: int = option(1000, check=within(1, 1e9))
+    loss_scale_window: Annotated[int, IN_STEPS] = option(1000, check=within(1, 1e9))
     """fp16: steps without an overflow after which the loss scale is doubled."""
     router_bias_update_rate: float | None = option(None, check=within(0, 1))
     """Step by which training moves the biases that correct routers (DeepSeek-V3). [default: 0.001; with --from, 0]"""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError
 
 from .option import at_least, option, positive
+from .units import IN_BATCHES, IN_CHECKPOINTS, IN_EPOCHS, IN_MINUTES, IN_SEQUENCES, IN_STEPS
 
 STDLIB = "stdlib"
 """The word of --data for the text of Python's standard library."""
@@ -34,7 +36,7 @@ class DataOptions:
     )
     split: str | None = None
     """Shares of training, validation and test of indexed datasets. [default: 969,30,1]"""
-    epochs: float | None = option(
+    epochs: Annotated[float | None, IN_EPOCHS] = option(
         None,
         check=positive("give a number above 0, such as 1 or 0.5"),
         kept=False,  # run.json has the steps
@@ -56,7 +58,7 @@ class StartOptions:
         """A class with steps of your own, file.py:Class, or with arguments, 'file.py:Class(alpha=0.25)'. "none" is """
         """the loss of the model. [default: that of the run that continues, else none]"""
     )
-    distributed_timeout_minutes: float = option(
+    distributed_timeout_minutes: Annotated[float, IN_MINUTES] = option(
         10.0, check=positive("give minutes above 0, such as 10"), kept=False, compared=False
     )
     """Minutes that ranks wait for one another before the run ends with an error."""
@@ -73,13 +75,13 @@ class SavingOptions:
 
     out: Path | None = option(None, kept=False)  # run.json is in it
     """Folder for checkpoints and metrics. [default: the run's, runs/MODEL, or runs/from-RUN with --from RUN alone]"""
-    save_every: int = option(100, check=at_least(1))
+    save_every: Annotated[int, IN_STEPS] = option(100, check=at_least(1))
     """Steps between checkpoints."""
     save_every_epoch: bool = False
     """Save at the end of each epoch too, as step-000200-epoch-1."""
-    keep_last: int = option(2, check=at_least(1))
+    keep_last: Annotated[int, IN_CHECKPOINTS] = option(2, check=at_least(1))
     """Number of newest checkpoints to keep."""
-    keep_best: int = option(0, check=at_least(0))
+    keep_best: Annotated[int, IN_CHECKPOINTS] = option(0, check=at_least(0))
     (
         "Number of checkpoints with the lowest validation loss to keep as well. Each is evaluated when it is saved, "
         "and its folder is named after the loss."
@@ -92,18 +94,18 @@ class SavingOptions:
 class EvaluationOptions:
     """Evaluations of a run on held-out data: when, on how much, and with which micro-batch."""
 
-    evaluate_every: int = option(100, check=at_least(1))
+    evaluate_every: Annotated[int, IN_STEPS] = option(100, check=at_least(1))
     """Steps between evaluations on held-out text."""
     evaluate_every_epoch: bool = False
     """Evaluate at the end of each epoch too, a pass over the training text."""
-    evaluate_batches: int | None = option(None, check=at_least(1))
+    evaluate_batches: Annotated[int | None, IN_BATCHES] = option(None, check=at_least(1))
     (
         "Global batches of held-out text that each evaluation reads. [default: 65,536 tokens, and at the end as many "
         "as the run has trained on]"
     )
     evaluate_all: bool = False
     """Read all held-out text in the evaluation at the end, however long it takes."""
-    evaluate_micro_batch: int | None = option(None, check=at_least(1))
+    evaluate_micro_batch: Annotated[int | None, IN_SEQUENCES] = option(None, check=at_least(1))
     """Sequences per micro-batch of evaluations. [default: that of training]"""
 
     def __attrs_post_init__(self) -> None:

@@ -25,17 +25,18 @@ class Option:
     name: str  # in Python, in run.json and, with hyphens, in a settings file
     default: Any
     flag: str  # on the command line
+    unit: str | None = None  # of a quantity: see `units`
     kept: bool = True  # run.json has it
     noted: bool = True  # a resumed run says that it has changed; False: it changes in silence
     compared: bool = True  # ranks that torchrun or srun has started must have the same
     repeated: bool = True  # the command to train further has it
 
     @classmethod
-    def of(cls, group: str, attribute: Attribute[Any]) -> Option:
+    def of(cls, group: str, attribute: Attribute[Any], unit: str | None = None) -> Option:
         """Return the option that a field of a group is. One that run.json does not have changes in silence."""
         stated = {"flag": flag_of_option(attribute.name), **attribute.metadata}
         stated["noted"] = stated.get("noted", True) and stated.get("kept", True)
-        return cls(group=group, name=attribute.name, default=attribute.default, **stated)
+        return cls(group=group, name=attribute.name, default=attribute.default, unit=unit, **stated)
 
     def words(self, value: Any) -> tuple[str, ...]:
         """Return the words with which the command line has this value."""

@@ -20,6 +20,7 @@ from megaloom.runtime.metrics.monitoring import Monitoring
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.options.groups import DataOptions, EvaluationOptions, SavingOptions, StartOptions
 from megaloom.runtime.options.option import Option
+from megaloom.runtime.options.units import units_of
 from megaloom.runtime.samples.end_of_document import EndOfDocument
 
 
@@ -75,5 +76,7 @@ class RunOptions:
 
 
 GROUPS = {f.name: type(getattr(RunOptions(), f.name)) for f in fields(RunOptions)}
-OPTIONS: Mapping[str, Option] = {f.name: Option.of(name, f) for name, group in GROUPS.items() for f in fields(group)}
+OPTIONS: Mapping[str, Option] = {
+    f.name: Option.of(name, f, units_of(group).get(f.name)) for name, group in GROUPS.items() for f in fields(group)
+}
 """All options of a run by name, in the order of the command line."""

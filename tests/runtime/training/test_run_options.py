@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -13,7 +13,7 @@ from megaloom.runtime.cli.commands import train_command
 from megaloom.runtime.optimizer.recipe import FinalDecay, Recipe, Schedule
 from megaloom.runtime.training.resuming import option_notes
 from megaloom.runtime.training.run_folder import RunFile
-from megaloom.runtime.training.run_options import OPTIONS, RunOptions
+from megaloom.runtime.training.run_options import GROUPS, OPTIONS, RunOptions
 
 VALUES = {
     "data": ("0.3", "/a", "0.7", "/b"),
@@ -33,6 +33,19 @@ VALUES = {
     "final_decay": FinalDecay.COSINE,
     "evaluate_all": False,  # excludes evaluate_batches; OTHERS[1] has it
 }
+
+
+PLAIN_NUMBERS = {
+    *("lr", "min_lr", "weight_decay", "clip_grad", "beta1", "beta2", "eps", "router_bias_update_rate"),
+    *("initial_loss_scale", "min_loss_scale", "seed", "eod_token", "profile"),
+}
+"""Options that are factors, or the number of one thing, and so have no unit."""
+
+
+def hinted(name: str) -> tuple[Any, ...]:
+    """Return the types of an option."""
+    hint = get_type_hints(GROUPS[OPTIONS[name].group])[name]
+    return get_args(hint) or (hint,)
 
 
 def other_value(name: str) -> Any:
@@ -76,6 +89,15 @@ def test_each_is_on_the_command_line_with_help(
         argument.name: argument for argument in megaloom.app["train"].assemble_argument_collection(parse_docstring=True)
     }
     assert all(arguments[option.flag].parameter.help for option in OPTIONS.values())
+
+
+def test_each_quantity_has_a_unit_that_the_help_shows() -> None:
+    arguments = {argument.name: argument for argument in megaloom.app["train"].assemble_argument_collection()}
+    for option in OPTIONS.values():
+        shown = arguments[option.flag].parameter.metavar
+        assert shown == (option.unit and option.unit.upper()), option.flag
+    numbers = {name for name, option in OPTIONS.items() if {int, float} & {*hinted(name)} and option.unit is None}
+    assert numbers == PLAIN_NUMBERS
 
 
 @pytest.mark.parametrize("others", OTHERS)
