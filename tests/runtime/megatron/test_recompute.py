@@ -34,6 +34,8 @@ CASES = {
 
 def alive(names: set[str]) -> dict[tuple[str, str], int]:
     """On the only rank: bytes that are alive after a forward pass of each model, nothing or one module made again."""
+    import gc
+
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -82,6 +84,7 @@ def alive(names: set[str]) -> dict[tuple[str, str], int]:
                 torch.nn.init.normal_(p, std=0.02)
             with Watch() as watch:
                 loss = next(iter(stage(tokens=tokens, labels=tokens).values())).sum()
+                gc.collect()  # what only a cycle of references keeps
                 out[name, str(module)] = watch.nbytes
             loss.backward()
             parallel_state.destroy_model_parallel()
