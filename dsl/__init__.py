@@ -60,7 +60,7 @@ from megaloom.dsl.ops.weight import (
 )
 from megaloom.dsl.sharding_table import Sharded, Split
 
-from .base_ops import AlongSequence, Contraction, Elementwise, Rearrangement, TableLookup
+from .base_ops import AlongSequence, Contraction, Elementwise, GroupedScan, Rearrangement, TableLookup
 from .combine import (
     Block,
     Each,
@@ -148,6 +148,7 @@ __all__ = [
     "GeGLU",
     "Given",
     "Graph",
+    "GroupedScan",
     "Input",
     "Inside",
     "Join",

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
-from .dims import Shape
+from .dims import Shape, Sizes
 from .errors import ShapeError
-from .op import PLAIN, Op, Reads
-from .work_kinds import Elements, Traffic, WorkKind
+from .op import PLAIN, Decoding, Op, Reads
+from .work_kinds import Elements, Extents, Traffic, WorkKind
 
 if TYPE_CHECKING:
     from .value import Value
@@ -93,6 +93,38 @@ class AlongSequence(Op):
 
     def reads(self, out: Value) -> tuple[Reads, ...]:
         return (Reads(whole=frozenset({self.along})),) * len(out.args)
+
+
+@frozen
+class GroupedScan(AlongSequence):
+    """An op that passes a state from position to position, for each head: [batch seq heads head_dim] to an equal shape.
+
+    The state of a head is [state head_dim]. Arguments with `groups` are shared by the heads of a group; the fourth has
+    the dim `state`. It states `shape`, the kind of scan and what it saves.
+    """
+
+    along: str = "seq"
+    base_class: ClassVar[bool] = True
+    channelwise: ClassVar[bool] = True
+
+    def reads(self, out: Value) -> tuple[Reads, ...]:
+        along, heads = frozenset({self.along}), ("groups", out.shape["heads"].known)
+        return tuple(Reads(along, heads=heads if "groups" in a.shape else None) for a in out.args)
+
+    def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
+        """Return 7 FLOPs for each position and element of the state.
+
+        For Mamba-2 this is Megatron-LM's count (num_floating_point_operations). The delta rule has a decay 1, sᵀ k 2, a
+        correction 2, and sᵀ q 2.
+        """
+        return 7 * size(out) * args[3]["state"].known
+
+    def extents(self, out: Value) -> Extents:
+        x, state = out.shape, out.args[3].shape["state"]
+        return Extents(tuple(x.without(self.along, "head_dim")), (x[self.along],), (state,), (x["head_dim"],))
+
+    def decoding(self, out: Value, along: str) -> Decoding:
+        return Decoding(state=along == self.along)
 
 
 @frozen

@@ -104,7 +104,7 @@ class Op:
             raise ShapeError(
                 f"{cls.__name__} does not state {', '.join(missing)}: an op says along which dims it reads, what kind "
                 "of work it is and what it saves\nstate them, or derive it from a class of megaloom.dsl.base_ops: "
-                "Elementwise, Contraction, AlongSequence, TableLookup or Rearrangement"
+                "Elementwise, Contraction, AlongSequence, GroupedScan, TableLookup or Rearrangement"
             )
 
     def shape(self, *args: Shape) -> Shape:

@@ -97,7 +97,7 @@ class _Inference:
                 yield PlacedOp(step, tuple(() for _ in v.args), (), frozenset(self.sharded_axes(v)))
                 continue
             yield self.place(step)
-            axes = self.over(step, {name for reads in step.reads for name in reads.summed})
+            axes = self.over(step, _summed(step))
             if is_loss(v):
                 axes -= {"cp"}  # added to those of dp ranks and micro-batches, at the end of the step
             if axes:
@@ -112,7 +112,7 @@ class _Inference:
         v = step.value
         pairs = [(a, self.layout_reads(step, a, reads)) for a, reads in zip(v.args, step.reads, strict=True)]
         arguments = self.aligned([_Argument(a, r, dict(self.required_gathers(step, a, r))) for a, r in pairs])
-        after, partial = self.sharded_axes(v), self.over(step, {name for reads in step.reads for name in reads.summed})
+        after, partial = self.sharded_axes(v), self.over(step, _summed(step))
         work = {axis for x in (v, *v.args) if id(origin(x)) not in self.weights_only for axis in self.sharded_axes(x)}
         work |= {axis for axis in step.axes.values() if self.is_sharded(axis)}
         divided = after | self.divided_slots(step)
@@ -349,6 +349,11 @@ def _shardable_dims(program: Program) -> dict[int, dict[str, str]]:
 def _sequence(v: Value) -> str | None:
     """Return the sequence dim of a value, or the dim of the slots for its tokens; None if it has neither."""
     return next((d.name for d in v.shape if d.name in SEQUENCES or any(o.name in SEQUENCES for o in d.of)), None)
+
+
+def _summed(step: Step) -> tuple[str, ...]:
+    """Return the dims that a primitive sums over: the results of its devices are terms of a sum."""
+    return tuple(name for reads in step.reads for name in reads.summed)
 
 
 def _statistics(step: Step) -> tuple[str, ...]:

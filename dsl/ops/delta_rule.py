@@ -6,16 +6,15 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from megaloom.dsl.base_ops import AlongSequence
-from megaloom.dsl.dims import Shape, Sizes
+from megaloom.dsl.base_ops import GroupedScan
+from megaloom.dsl.dims import Shape
 from megaloom.dsl.errors import ShapeError, divisors
-from megaloom.dsl.op import ALONE, Decoding, Reads
 from megaloom.dsl.value import Value
-from megaloom.dsl.work_kinds import Extents, WorkKind
+from megaloom.dsl.work_kinds import WorkKind
 
 
 @frozen
-class DeltaRule(AlongSequence):
+class DeltaRule(GroupedScan):
     """The gated delta rule: values [batch seq heads head_dim] to a tensor of equal shape.
 
     Each head has a state s [state head_dim] that starts at zero. At each position s becomes exp(decay) s, then
@@ -24,10 +23,8 @@ class DeltaRule(AlongSequence):
     Arguments: v [batch seq heads head_dim], decay and beta [batch seq heads], k and q [batch seq groups state].
     """
 
-    along: str = "seq"
     work_kind: ClassVar[WorkKind] = WorkKind.TRIANGULAR_SCAN
     arity: ClassVar[int] = 5
-    channelwise: ClassVar[bool] = True
 
     def shape(self, *args: Shape) -> Shape:
         v, decay, beta, k, q = args
@@ -43,20 +40,5 @@ class DeltaRule(AlongSequence):
             )
         return v
 
-    def reads(self, out: Value) -> tuple[Reads, ...]:
-        along, heads = frozenset({self.along}), ("groups", out.shape["heads"].known)
-        return *(Reads(along) for _ in range(3)), Reads(along, heads=heads), Reads(along, heads=heads)
-
-    def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
-        """Return 7 FLOPs per position and element of the state: decay 1, sᵀ k 2, k (..)ᵀ 2, sᵀ q 2."""
-        return 7 * size(out) * args[3]["state"].known
-
-    def extents(self, out: Value) -> Extents:
-        v, k = out.shape, out.args[3].shape
-        return Extents(tuple(v.without(self.along, "head_dim")), (v[self.along],), (k["state"],), (v["head_dim"],))
-
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args  # the backward pass recomputes the states
-
-    def decoding(self, out: Value, along: str) -> Decoding:
-        return Decoding(state=True) if along == self.along else ALONE

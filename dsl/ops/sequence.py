@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from megaloom.dsl.base_ops import COPY, SUM, AlongSequence
+from megaloom.dsl.base_ops import COPY, SUM, AlongSequence, GroupedScan
 from megaloom.dsl.dims import DType, Shape, Sizes
 from megaloom.dsl.errors import ShapeError, divisors
 from megaloom.dsl.op import ALONE, Decoding, Op, Reads
 from megaloom.dsl.value import Value
-from megaloom.dsl.work_kinds import Elements, Extents, Traffic, WorkKind
+from megaloom.dsl.work_kinds import Elements, Traffic, WorkKind
 
 FROM_STATE = Decoding(state=True)
 
@@ -55,7 +55,7 @@ class Conv(AlongSequence):
 
 
 @frozen
-class Scan(AlongSequence):
+class Scan(GroupedScan):
     """The selective scan of Mamba-2: [batch seq heads head_dim] to a tensor of equal shape.
 
     Each head has a state h [head_dim state] that starts at zero. At each position h becomes exp(dt a) h + dt x bᵀ and
@@ -64,10 +64,8 @@ class Scan(AlongSequence):
     Arguments: x [batch seq heads head_dim], dt [batch seq heads], a [heads], b and c [batch seq groups state].
     """
 
-    along: str = "seq"
     work_kind: ClassVar[WorkKind] = WorkKind.SCAN
     arity: ClassVar[int] = 5
-    channelwise: ClassVar[bool] = True
 
     def shape(self, *args: Shape) -> Shape:
         x, dt, a, b, c = args
@@ -83,28 +81,11 @@ class Scan(AlongSequence):
         b["state"]
         return x
 
-    def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
-        """Return 7 FLOPs per position and element of the state, Megatron-LM's count (num_floating_point_operations)."""
-        return 7 * size(out) * args[3]["state"].known
-
-    def extents(self, out: Value) -> Extents:
-        x, b = out.shape, out.args[3].shape
-        return Extents(tuple(x.without(self.along, "head_dim")), (x[self.along],), (b["state"],), (x["head_dim"],))
-
-    def reads(self, out: Value) -> tuple[Reads, ...]:
-        heads = out.shape["heads"].known
-        return tuple(
-            Reads(frozenset({self.along}), heads=("groups", heads) if "groups" in a.shape else None) for a in out.args
-        )
-
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (*out.args, out)
 
     def saved_by_torch(self, out: Value) -> tuple[Value, ...]:
         return out.args  # it runs again in the backward pass
-
-    def decoding(self, out: Value, along: str) -> Decoding:
-        return FROM_STATE if along == self.along else ALONE
 
 
 @frozen

@@ -48,7 +48,7 @@ FIRST_WEIGHTS: Mapping[type[Op], tuple[str, ...]] = MappingProxyType(
 )
 """Feed-forward layers, with the weights before the activation. One parameter has them all."""
 LOCAL_EXPERTS = "experts.local_experts."
-"""What begins the name of a parameter that each expert has, before the number of the expert."""
+"""Prefix of the parameters of one expert, before the expert's number."""
 
 
 class Role(Enum):

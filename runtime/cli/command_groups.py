@@ -44,7 +44,7 @@ class GenerateOptions:
     """Prompts, and the layout, precision and tokenizer with which texts are written."""
 
     prompt: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
-    """What the text begins with, or what an encoder reads. Repeat it for several prompts."""
+    """Beginning of the text, or the text that an encoder reads. Repeat the option for several prompts."""
     prompt_file: Path | None = None
     """A file with one more prompt."""
     chat: Annotated[bool, Parameter(negative="")] = False

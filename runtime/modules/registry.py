@@ -141,4 +141,4 @@ CONSTRUCTORS: Mapping[type[Op], Callable[[Any, BuildContext], nn.Module]] = Mapp
         MoE: _mixture,
     }
 )
-"""What makes the module of each layer class that `module_kinds` says our runtime runs as one."""
+"""Constructor of the module of each layer class that has a row in `module_kinds`."""

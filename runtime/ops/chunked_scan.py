@@ -27,13 +27,13 @@ def chunked_scan(out: Value, *args: Tensor) -> Tensor:
     x, dt, a, b, c = (broadcast(t, v.shape, dims) for t, v, dims in zip(args, out.args, orders, strict=True))
     count = x.shape[1]
     size = min(capability.SCAN_CHUNK, count)
-    x, dt, b, c = (_chunks(t, size) for t in (x, dt, b, c))
+    x, dt, b, c = (chunks(t, size) for t in (x, dt, b, c))
     decay = (dt.float() * a.float()).cumsum(2)
     y = compiled(scan_chunks)(x, dt, decay, decay[:, :, -1].cumsum(1), b, c)
     return broadcast(y.flatten(1, 2)[:, :count], order, out.shape)
 
 
-def _chunks(x: Tensor, size: int) -> Tensor:
+def chunks(x: Tensor, size: int) -> Tensor:
     """Return [batch, chunks, size, ..] of [batch, seq, ..], padded with zeros, which change no state."""
     if padding := -x.shape[1] % size:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))

@@ -17,6 +17,7 @@ from torch import Tensor
 from megaloom.dsl import DeltaRule, Value
 from megaloom.planner.contract.capability import TRIANGULAR_CHUNK
 
+from .chunked_scan import chunks
 from .kv_cache import FixedState, OpState, Rows
 from .local_op import LocalOp, TensorFunction
 from .registry import NextPosition, first_state, local, next_position, whole
@@ -96,7 +97,9 @@ def delta_chunks(v: Tensor, decay: Tensor, beta: Tensor, k: Tensor, q: Tensor) -
     """
     count = v.shape[1]
     size = min(TRIANGULAR_CHUNK, count)
-    v, decay, beta, k, q = (_chunks(x, size) for x in (v, decay, beta, k, q))  # chunks, batch, heads, size, ..
+    v, decay, beta, k, q = (  # chunks, batch, heads, size, ..
+        chunks(x, size).movedim(1, 0).movedim(3, 2) for x in (v, decay, beta, k, q)
+    )
     sums = decay.cumsum(-1)
     future = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill(future, -torch.inf).exp()
@@ -132,10 +135,3 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
         corner = -(q @ diagonal[..., width:, :width] @ p)
         inverse = torch.cat((torch.cat((p, torch.zeros_like(p)), -1), torch.cat((corner, q), -1)), -2)
     return inverse[..., 0, :size, :size]
-
-
-def _chunks(x: Tensor, size: int) -> Tensor:
-    """Return [chunks, batch, heads, size, ..] of [batch, seq, heads, ..], padded with zeros, which change no state."""
-    if padding := -x.shape[1] % size:
-        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
-    return x.unflatten(1, (-1, size)).movedim(1, 0).movedim(3, 2)

@@ -1,4 +1,4 @@
-"""What an op declares of its reads is compared with what its function reads. `test_reads_law` draws ops."""
+"""Declared reads of an op are compared with the reads of its function. `test_reads_law` draws ops."""
 
 from __future__ import annotations
 
