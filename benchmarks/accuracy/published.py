@@ -198,7 +198,7 @@ def _layout(row: Row, profile: str) -> tuple[Layout, int]:
         vpp=row_chunks(row, pp, profile) if pp > 1 else 1,
         micro_batch=micro_batch,
         sequence_parallel=sequence_parallel,
-        shard=Shard.switched(row_flag(row, "dist_optimizer", default=True)),
+        shard=Shard.OPTIMIZER if row_flag(row, "dist_optimizer", default=True) else Shard.NONE,
         recompute=recompute,
         recompute_modules=ModuleSet(modules),
         overlaps=OverlapSet(row_overlap(row, profile, sequence_parallel)),

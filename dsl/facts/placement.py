@@ -99,6 +99,8 @@ class Transition:
     @property
     def operation(self) -> Operation:
         """Return what the devices do."""
+        if self.source == self.target:
+            return "none"
         return OPERATION_BY_PAIR[type(self.source), type(self.target)]
 
     @property

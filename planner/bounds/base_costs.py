@@ -35,7 +35,7 @@ class BaseCosts:
     workspace_nbytes: Rows  # [base layouts, modes] least workspace of the rank with the most memory
     modules: ModuleRecompute  # of the base layouts with distinct node costs
     distinct: Column  # [base layouts] index into `modules`
-    state_nbytes: Rows  # [base layouts, 2] weights, gradients, optimizer; without and with the distributed optimizer
+    state_nbytes: Rows  # [base layouts, values of `shard`] weights, gradients, optimizer
     runtime_nbytes: Rows  # [base layouts] context and communication buffers
     block_seconds: Rows  # [base layouts] fastest block, forward and backward
     recompute_seconds: Rows  # [base layouts] fastest block, to recompute it

@@ -14,7 +14,7 @@ from attrs import evolve
 from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
-from megaloom.planner.contract.state_placement import STATE_PLACEMENTS
+from megaloom.planner.contract.state_placement import state_placement
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.simulate.price import EndOfStep, OverlapWindow, end_of_step
 
@@ -34,7 +34,7 @@ def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column,
     except the last bucket of gathered weights, behind which no computation is left. See docs/concepts/bounds.md.
     """
     exposed = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
-    columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, x.shard, x.grad_reduce
+    columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, x.shard, x.reshard, x.grad_reduce
     first, which = alike(*columns)
     keys = list(zip(*(column[first].tolist() for column in columns), strict=True))
     for i, key in zip(first.tolist(), keys, strict=True):
@@ -57,7 +57,7 @@ def _least_ends(x: Layout, dense: float, sparse: float, cache: CostCache) -> tup
         return end_of_step(dense, sparse, 0.0, layout, cache.job, EVERYTHING_HIDDEN)
 
     mean, one_kind = of_rank(dense, sparse, serial), list[EndOfStep]()
-    if STATE_PLACEMENTS[x.shard].gather.communication:
+    if state_placement(x).gather.communication:
         one_kind = [of_rank(a, b, overlapped) for a, b in ((dense, 0.0), (0.0, sparse)) if a or b]
     last_bucket = max([mean.optimizer, *(end.optimizer + end.gathering for end in one_kind)])
     return last_bucket, mean.optimizer, mean.gathering, mean.reduction

@@ -18,6 +18,7 @@ from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost.columns import STEP_COLUMNS
 from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS, CostCache
 from megaloom.planner.cost.memory import rank_memory
+from megaloom.planner.cost.weight_units import pass_seconds, shard_cost_fields
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 
 from . import interleaved_memory, pipeline
@@ -97,6 +98,7 @@ class LowerBounds:
 
     base_layouts: Layouts
     cache: CostCache
+    leanest: int = int(max(Shard))  # value of `shard` under which the layouts to bound hold the fewest bytes
     costs: BaseCosts = field(init=False)
     many: NDArray[np.bool_] = field(init=False)  # for each number of stages, see `too_many_partitions`
     _ends: Ends = field(factory=dict, init=False)
@@ -143,7 +145,8 @@ class LowerBounds:
         seconds = self._pipeline_seconds(x, base, passes) + sends * costs.send_seconds[base]
         mean = self._passes_seconds(x, base, m / x.pp, 0.0) + after[:, 1]
         nbytes = self._nbytes(x, base, self._modes(x))
-        return BoundedLayouts(x, base, np.maximum(seconds, mean) + after[:, 0], nbytes, after[:, 0])
+        seconds = np.maximum(np.maximum(seconds, mean), self._gathering_seconds(x, base))
+        return BoundedLayouts(x, base, seconds + after[:, 0], nbytes, after[:, 0])
 
     def ideal(self, first: int = 0) -> tuple[Rows, Rows]:
         """Return (seconds, nbytes) that no layout of a base layout goes below, for each from number `first` on.
@@ -156,10 +159,30 @@ class LowerBounds:
         ones, interleaved = np.ones(len(x), dtype=np.int64), _may_interleave(x, self.cache)
         x = evolve(x, recompute_layers=0 * ones)
         fast = evolve(x, recompute=int(Recompute.NONE) * ones, vpp=1 + interleaved)
-        small = evolve(x, vpp=ones, shard=np.where(x.dp * x.cp > 1, int(max(Shard)), int(Shard.NONE)))
+        small = evolve(x, vpp=ones, shard=np.where(x.dp * x.cp > 1, self.leanest, int(Shard.NONE)))
         passes = _least_passes(x, interleaved, self.cache.workload.batch)
         nbytes = np.minimum(self._nbytes(small, base, FULL), self._nbytes(small, base, IDEAL))
         return self._pipeline_seconds(fast, base, passes) + self._counting_seconds(x, base), nbytes
+
+    def forward_share(self, x: Layouts, base: Column) -> Rows:
+        """Return the largest share of a segment's seconds that is forward; 1 where it also gathers weights."""
+        return np.where(x.fsdp, 1.0, self.costs.forward_share[base])
+
+    def _gathering_seconds(self, x: Layouts, base: Column) -> Rows:
+        """Return the least seconds of a step in which some rank gathers sharded weights and reduces their gradients.
+
+        Bound: step ≥ m G(P / p, Q / p) + A, with P dense and Q expert elements: some rank has the mean or more of both
+        together, a unit takes at least as long as its gather, and one collective is no slower than several.
+        """
+        seconds = np.zeros(len(x))
+        if not (sharded := np.flatnonzero(x.fsdp)).size:
+            return seconds
+        some, base = x.take(sharded), base[sharded]
+        first, which = alike(base, some.pp, *shard_cost_fields(some))
+        rows = zip(some.each(first), self.costs.params[base[first]], self.costs.expert_params[base[first]], strict=True)
+        least = [pass_seconds(dense / y.pp, experts / y.pp, y, self.cache.job) for y, dense, experts in rows]
+        seconds[sharded] = some.microbatches(self.cache.workload.batch) * np.array(least)[which]
+        return seconds
 
     def _counting_seconds(self, x: Layouts, base: Column) -> Rows:
         """Return the least seconds of the forward passes that count the load of experts, 0 where there are none.
@@ -175,7 +198,7 @@ class LowerBounds:
         """Return least seconds up to the last backward pass; `passes` micro-batches through the model are certain."""
         m, pp, one = x.microbatches(self.cache.workload.batch).astype(float), x.pp.astype(float), x.vpp == 1
         sends = np.where(one, 2 * (pp - 1) * self.costs.send_seconds[base], 0.0)  # without interleaving ranks wait
-        first = np.where(one, pipeline.first_backward_multiple(pp, m, self.costs.forward_share[base]), 1.0)
+        first = np.where(one, pipeline.first_backward_multiple(pp, m, self.forward_share(x, base)), 1.0)
         waiting = self._passes_seconds(x, base, first, 0.0) + sends
         return np.maximum(self._passes_seconds(x, base, np.maximum(passes, m / pp), sends), waiting)
 
@@ -212,7 +235,7 @@ class LowerBounds:
         saved = np.where(some, np.maximum(saved, costs.saved_nbytes[base, PLAIN] - freed), saved)
         state = costs.state_nbytes[base, x.shard]
         held = least_rank_memory(state, saved, pp, self._in_flight(x))
-        if len(which := np.flatnonzero((x.vpp > 1) & self.many[x.pp * x.vpp])):
+        if len(which := np.flatnonzero((x.vpp > 1) & self.many[x.pp * x.vpp] & ~x.fsdp)):
             group = np.minimum(x.microbatch_group_size, x.microbatches(self.cache.workload.batch))[which]
             stage = self._stage_saved(x, base, mode)[which]
             rows = (state[which], saved[which], stage, x.pp[which], x.vpp[which], group)

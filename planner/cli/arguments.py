@@ -19,7 +19,7 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from megaloom.planner.contract.choices import GradReduce, LayoutField, ModuleSet, OverlapSet, Recompute, Shard
+from megaloom.planner.contract.choices import GradReduce, LayoutField, ModuleSet, OverlapSet, Recompute, Reshard, Shard
 from megaloom.planner.contract.layout import FIELDS
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., object])
@@ -85,7 +85,8 @@ _OPTION_TYPES: dict[type, Any] = {
     int: int,
     bool: bool,
     Recompute: Recompute,
-    Shard: bool,
+    Shard: Shard,
+    Reshard: Reshard,
     GradReduce: GradReduce,
     ModuleSet: tuple[str, ...],
     OverlapSet: tuple[str, ...],
@@ -104,6 +105,10 @@ def _option(spec: LayoutField) -> Any:
     return field(default=None, type=hint)
 
 
+_DISTRIBUTED_OPTIMIZER = Annotated[
+    bool | None,
+    Parameter(name="--distributed-optimizer", help="Other names of --shard optimizer and --shard none."),
+]
 FIXED = "Fix a part of the layout (the rest is searched)"
 TRAINED_OVERLAPS = "Communication that runs while devices compute: gradients, weights; or none."
 """Help for the overlaps that Megaloom's own runtime runs."""
@@ -124,6 +129,8 @@ else:
     def _layout_options(name: str, table: Mapping[str, LayoutField], group: str = FIXED) -> Any:
         """Return a class with an option for each layout field of a table."""
         options = {field_name: _option(spec) for field_name, spec in table.items()}
+        if "shard" in table:
+            options["distributed_optimizer"] = field(default=None, type=_DISTRIBUTED_OPTIMIZER)
         layout_class = make_class(name, options, frozen=True, kw_only=True)
         return Parameter(name="*", group=group)(layout_class)
 
@@ -142,5 +149,14 @@ NOTHING_FIXED, SEARCH_ALL, NOTHING_SHARDED = FixedLayout(), TrainedLayout(), Sho
 
 def fixed_fields(fixed: FixedLayout) -> dict[str, Any]:
     """Return the layout fields that the user has fixed, by name."""
+    from megaloom.dsl.errors import UserError
+
     values = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
-    return {name: Shard.switched(value) if name == "shard" else value for name, value in values.items()}
+    on = values.pop("distributed_optimizer", None)
+    if on is None:
+        return values
+    named = Shard.OPTIMIZER if on else Shard.NONE
+    if values.setdefault("shard", named) is not named:
+        flag = "--distributed-optimizer" if on else "--no-distributed-optimizer"
+        raise UserError(f"`{flag}` is `--shard {named}`, but got `--shard {values['shard']}` too\ndrop one of them")
+    return values

@@ -1,4 +1,4 @@
-"""Values of layout fields: recompute, optimizer sharding, gradients, modules, overlaps; `LayoutField` reads them.
+"""Values of layout fields: recompute, sharding of state, gradients, modules, overlaps; `LayoutField` reads them.
 
 The names of recompute modes and modules are those of `megaloom.dsl.facts.recompute`, which says what each of them
 recomputes. This file does not import the dsl, so that `plan --help` starts at once. Each value is an integer, so that
@@ -32,7 +32,7 @@ class Choice(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Choice | None:
-        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+        return cls.__members__.get(value.upper().replace("-", "_")) if isinstance(value, str) else None
 
     @classmethod
     def look_up(cls: type[C], choice: N, table: Mapping[C, N | int]) -> N:
@@ -43,7 +43,7 @@ class Choice(IntEnum):
         return number
 
     def __str__(self) -> str:
-        return self.name.lower()
+        return self.name.lower().replace("_", "-")
 
     def __format__(self, spec: str) -> str:
         return format(str(self), spec)
@@ -83,11 +83,15 @@ class Shard(Choice):
 
     NONE = 0
     OPTIMIZER = 1  # megatron-core's distributed optimizer, ZeRO 1
+    GRADIENTS = 2  # and gradients, ZeRO 2: weights are gathered once a step
+    WEIGHTS = 3  # and weights, ZeRO 3 or FSDP: see `Reshard`
 
-    @classmethod
-    def switched(cls, on: bool) -> Shard:
-        """Return the value that a switch of the distributed optimizer stands for."""
-        return cls.OPTIMIZER if on else cls.NONE
+
+class Reshard(Choice):
+    """The time for which sharded weights stay gathered: one pass of a micro-batch, or the whole step."""
+
+    MICRO_BATCH = 0
+    STEP = 1  # gradients are whole too, until the last micro-batch
 
 
 class GradReduce(Choice):
@@ -168,7 +172,10 @@ def module_set(names: int | Iterable[str]) -> ModuleSet:
 def default_overlaps(shard: N) -> N:
     """Return the mask of the overlaps that cost nothing, which a layout has unless it says otherwise."""
     gradients = Overlap.GRADIENTS.bit
-    return Shard.look_up(shard, {Shard.NONE: gradients, Shard.OPTIMIZER: gradients + Overlap.WEIGHTS.bit})
+    both = gradients + Overlap.WEIGHTS.bit
+    return Shard.look_up(
+        shard, {Shard.NONE: gradients, Shard.OPTIMIZER: both, Shard.GRADIENTS: both, Shard.WEIGHTS: both}
+    )
 
 
 @frozen

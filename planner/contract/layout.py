@@ -23,6 +23,7 @@ from .choices import (
     Overlap,
     OverlapSet,
     Recompute,
+    Reshard,
     Shard,
     default_overlaps,
     module_set,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from megaloom.dsl.sharding_table import Split
 
 VOCAB_MULTIPLE = 128  # as Megatron-LM's --make-vocab-size-divisible-by: matrix products over an odd size are slow
-DISTRIBUTED = {Shard.NONE: 0, Shard.OPTIMIZER: 1}  # whether Megatron's distributed optimizer runs
 MOST = 2**20  # of any degree or count: more than any published run had, and few enough to simulate
 
 
@@ -89,9 +89,9 @@ class LayoutFields(Generic[N]):
     recompute: N = _field(Recompute, "recompute", "Activations that the backward pass recomputes.")
     shard: N = _field(
         Shard,
-        "dist-opt",
-        "Shard the state of the optimizer over data-parallel ranks.",
-        flag="--distributed-optimizer",
+        "shard",
+        "State that is sharded over data-parallel ranks, each value with those before it: optimizer (the distributed "
+        "optimizer, ZeRO 1), gradients (ZeRO 2), weights (ZeRO 3, FSDP); or none.",
     )
     recompute_modules: N = _field(
         ModuleSet,
@@ -125,6 +125,12 @@ class LayoutFields(Generic[N]):
         "Number format in which gradients are added up and reduced. bf16 takes half the memory and is less exact, so "
         "the search never chooses it. Default: fp32.",
     )
+    reshard: N = _field(
+        Reshard,
+        "reshard",
+        "With --shard weights: time after which gathered weights are freed, micro-batch or step. A step takes fewer "
+        "gathers, and as much memory as --shard optimizer. Default: micro-batch.",
+    )
 
     @property
     def degrees(self) -> dict[str, N]:
@@ -154,18 +160,27 @@ class LayoutFields(Generic[N]):
     @property
     def distributed_optimizer(self) -> N:
         """True where Megatron's distributed optimizer runs."""
-        switched: N = Shard.look_up(self.shard, DISTRIBUTED) == 1
+        switched: N = self.shard == Shard.OPTIMIZER
         return switched
+
+    @property
+    def fsdp(self) -> N:
+        """True where weights, or at least gradients, are sharded over data-parallel ranks."""
+        sharded: N = (self.shard == Shard.GRADIENTS) | (self.shard == Shard.WEIGHTS)
+        return sharded
+
+    def _sharers(self, copies: N) -> N:
+        return Shard.look_up(self.shard, {shard: copies if shard else 1 for shard in Shard})
 
     @property
     def dense_shards(self) -> N:
         """Return the number of devices that share the optimizer's state of a dense weight."""
-        return Shard.look_up(self.shard, {Shard.NONE: 1, Shard.OPTIMIZER: self.dp * self.cp})
+        return self._sharers(self.dp * self.cp)
 
     @property
     def expert_shards(self) -> N:
         """Return the number of devices that share the optimizer's state of an expert weight."""
-        return Shard.look_up(self.shard, {Shard.NONE: 1, Shard.OPTIMIZER: self.edp})
+        return self._sharers(self.edp)
 
     @property
     def full_recompute(self) -> N:
@@ -222,9 +237,8 @@ def flag_of(name: str) -> str:
 
 
 def switch(name: str, value: int) -> str:
-    """Return the word of an option that is on or off: `--sequence-parallel`, `--no-distributed-optimizer`."""
-    on = DISTRIBUTED[value] if isinstance(value, Shard) else value
-    return flag_of(name) if on else flag_of(name).replace("--", "--no-", 1)
+    """Return the word of an option that is on or off: `--sequence-parallel`, `--no-sequence-parallel`."""
+    return flag_of(name) if value else flag_of(name).replace("--", "--no-", 1)
 
 
 @frozen(kw_only=True)
@@ -235,12 +249,15 @@ class Layout(LayoutFields[int]):
         sequence_parallel: bool
         recompute: Recompute
         shard: Shard
+        reshard: Reshard
         grad_reduce: GradReduce
         recompute_modules: ModuleSet
         overlaps: OverlapSet
 
         @property
         def distributed_optimizer(self) -> bool: ...
+        @property
+        def fsdp(self) -> bool: ...
         @property
         def full_recompute(self) -> bool: ...
         @property
@@ -277,12 +294,19 @@ class Layout(LayoutFields[int]):
         blocks = f", first {f'{count} blocks' if count > 1 else 'block'} of each stage" if count else ""
         return f"{self.recompute}{blocks}"
 
+    @property
+    def shard_text(self) -> str:
+        """Return what is sharded over data-parallel ranks, as people write it: `dist-opt`, `shard weights`."""
+        if self.distributed_optimizer:
+            return "dist-opt"
+        return f"shard {self.shard}" + (", reshard each step" if self.reshard is Reshard.STEP else "")
+
     def __str__(self) -> str:
         """Return the fields that are not at their default, as people write them: `tp2 pp4 mbs1 dist-opt`."""
         words = [f"{axis}{degree}" for axis, degree in self.degrees.items() if degree > 1 and axis in AXES]
         words += [f"mbs{self.micro_batch}"]
         words += ["sp"] if self.sequence_parallel else []
-        words += ["dist-opt"] if self.distributed_optimizer else []
+        words += [self.shard_text] if self.shard else []
         words += [f"group {self.microbatch_group}"] if self.microbatch_group else []
         words += [f"recompute {self.recompute_text}"] if self.recompute is not Recompute.NONE else []
         usual, now = {*OverlapSet(default_overlaps(self.shard))}, {*self.overlaps}

@@ -18,7 +18,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import parse_json, read_text
 from megaloom.dsl.quoting import shell_word
 
-from .choices import GradReduce
+from .choices import GradReduce, Reshard
 from .layout import FIELDS, Layout
 from .plans import PLAN_VERSION, Plan, PlanError
 
@@ -51,7 +51,9 @@ def plan_from_json(text: str, where: str) -> Plan:
     if raw["version"] == 9:
         raw = raw | {"version": 10, "lora": None}
     if raw["version"] == 10 and isinstance(raw.get("layout"), dict):
-        raw = raw | {"version": PLAN_VERSION, "layout": {**raw["layout"], "grad_reduce": str(GradReduce.FP32)}}
+        raw = raw | {"version": 11, "layout": {**raw["layout"], "grad_reduce": str(GradReduce.FP32)}}
+    if raw["version"] == 11 and isinstance(raw.get("layout"), dict):
+        raw = raw | {"version": PLAN_VERSION, "layout": {**raw["layout"], "reshard": str(Reshard.MICRO_BATCH)}}
     if raw["version"] != PLAN_VERSION or isinstance(raw["version"], bool):
         raise PlanError(
             f"{where} is a plan of version {raw['version']!r}; this megaloom reads version {PLAN_VERSION}\n"

@@ -1,23 +1,26 @@
 """Placements of weights, gradients and optimizer state over the devices that have copies of a weight.
 
-These devices are those of dp x cp, of edp for the weights of experts.
+These devices are those of dp x cp, of edp for the weights of experts. A placement here is that of the elements between
+micro-batches. In the passes of a micro-batch every weight is Replicate and every gradient Partial, so a weight that is
+sharded between them is gathered for each pass, and its gradient reduced after the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from attrs import frozen
 
 from megaloom.dsl.facts import placement
 from megaloom.dsl.facts.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Transition
 
-from .choices import Shard
+from .choices import N, Reshard, Shard
+from .layout import Layout, LayoutFields
 
 
 @frozen
 class StatePlacement:
-    """The placements of a weight in the passes, of its gradient until the last of them, and of its optimizer state."""
+    """The placements of a weight, its gradient and its optimizer state between the micro-batches of a step."""
 
     weights: Placement
     gradients: Placement
@@ -29,12 +32,39 @@ class StatePlacement:
         return Transition("dp", self.gradients, self.optimizer)
 
     @property
+    def pass_gather(self) -> Transition:
+        """Return the transition of the weights before each pass of a micro-batch."""
+        return Transition("dp", self.weights, REPLICATE)
+
+    @property
+    def pass_reduction(self) -> Transition:
+        """Return the transition of the gradients after each backward pass."""
+        return Transition("dp", PARTIAL, self.gradients)
+
+    @property
     def gather(self) -> Transition:
         """Return the transition of the weights after the optimizer."""
         return Transition("dp", self.optimizer, self.weights)
 
 
-STATE_PLACEMENTS: Mapping[Shard, StatePlacement] = {
-    Shard.NONE: StatePlacement(REPLICATE, PARTIAL, INVARIANT),
-    Shard.OPTIMIZER: StatePlacement(REPLICATE, PARTIAL, placement.Shard("elements")),
+SHARDED = placement.Shard("elements")
+STATE_PLACEMENTS: Mapping[tuple[Shard, Reshard], StatePlacement] = {
+    (Shard.NONE, Reshard.MICRO_BATCH): StatePlacement(REPLICATE, PARTIAL, INVARIANT),
+    (Shard.OPTIMIZER, Reshard.MICRO_BATCH): StatePlacement(REPLICATE, PARTIAL, SHARDED),
+    (Shard.GRADIENTS, Reshard.MICRO_BATCH): StatePlacement(REPLICATE, SHARDED, SHARDED),
+    (Shard.WEIGHTS, Reshard.MICRO_BATCH): StatePlacement(SHARDED, SHARDED, SHARDED),
+    (Shard.WEIGHTS, Reshard.STEP): StatePlacement(REPLICATE, PARTIAL, SHARDED),
 }
+"""The placements of state by `shard` and `reshard`. Only sharded weights have a choice of `reshard`."""
+
+
+def is_sharded(layout: LayoutFields[N], holder: Callable[[StatePlacement], Placement]) -> N:
+    """True where the state that `holder` names is sharded between micro-batches: of one layout, or of columns."""
+    keys = [key for key, placed in STATE_PLACEMENTS.items() if holder(placed) == SHARDED]
+    sharded: N = sum(((layout.shard == shard) & (layout.reshard == reshard) for shard, reshard in keys), 0) > 0
+    return sharded
+
+
+def state_placement(layout: Layout) -> StatePlacement:
+    """Return the placements of the state of a layout."""
+    return STATE_PLACEMENTS[layout.shard, layout.reshard]

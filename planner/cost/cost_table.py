@@ -29,10 +29,11 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import ModelStructure, NodeKind
 
 from . import communication, kernels, memory
-from .columns import AXIS_COLUMNS, FORWARD_COLUMNS, MODULE_COLUMNS, RECOMPUTE_COLUMNS, CostColumn
+from .columns import AXIS_COLUMNS, MODULE_COLUMNS, RECOMPUTE_COLUMNS, REPEATED_COLUMNS, CostColumn
 from .core_kernels import core_seconds, separate_seconds, transient_bytes
 from .job import ENGINE_WORKSPACE, Job
 from .profiles.groups import ONE_PASS
+from .weight_units import shard_costs, weight_units
 
 
 @frozen(eq=False)
@@ -150,31 +151,39 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
 
     Recompute moves forward seconds to the backward pass and frees saved memory. What it recomputes of one block
     is in the workspace. With `--overlap experts` the workspace has a second block, whose forward pass runs meanwhile.
+    Where weights are sharded over data-parallel ranks, each pass also gathers them, unit by unit.
     """
     bare, structure = bare or bare_table(job, layout), job.structure
     rows, workspace = bare.rows.copy(), bare.workspace
     if layout.recompute is Recompute.SELECTIVE:
         repeated = bare.by_part[:, structure.recomputed_parts(layout.recomputed_modules)].sum(axis=1)
-        rows[:, RECOMPUTE_COLUMNS] += repeated[:, : len(FORWARD_COLUMNS)]
+        rows[:, RECOMPUTE_COLUMNS] += repeated[:, : len(REPEATED_COLUMNS)]
         rows[:, CostColumn.SAVED] -= repeated[:, -1]
         workspace += int(repeated[:, -1].max())
     elif layout.recompute is Recompute.FULL:
         inside = np.array([kind.in_recomputed_block for kind in structure.kinds])
-        rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * rows[:, FORWARD_COLUMNS]
+        rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * rows[:, REPEATED_COLUMNS]
         workspace += int(structure.largest_block @ bare.rows[:, CostColumn.SAVED])
         rows[:, CostColumn.SAVED] = bare.saved_under_full
     if layout.has_overlap(Overlap.EXPERTS):
         workspace += int(structure.largest_block @ rows[:, CostColumn.SAVED])
     partial = layout.full_recompute and layout.recompute_layers > 0
+    recomputed, loss = rows - bare.rows if partial else None, bare.loss
+    rows = bare.rows if partial else rows
+    if layout.fsdp:
+        units = weight_units(structure, rows, bare.shared_elements, layout)
+        rows = shard_costs(rows, units, job, layout)
+        workspace += units.transient_nbytes(layout, job.workload.precision)
+        loss += units.gathered_nbytes(layout, job.workload.precision)
     return CostTable(
         job=job,
-        rows=bare.rows if partial else rows,
+        rows=rows,
         boundary=bare.boundary,
         workspace=workspace,
         library=bare.library,
-        loss=bare.loss,
+        loss=loss,
         shared_elements=bare.shared_elements,
-        recompute_rows=rows - bare.rows if partial else None,
+        recompute_rows=recomputed,
         recompute_blocks=layout.recompute_layers,
     )
 

@@ -6,6 +6,7 @@ The other functions give its terms: state, saved activations, transient bytes. A
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, Generic, Protocol, Self, TypeVar, get_args, overload
 
 import numpy as np
@@ -24,6 +25,7 @@ from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
+from megaloom.planner.contract.state_placement import is_sharded
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import NodeKind
 from megaloom.planner.pipeline.schedules import Moments
@@ -211,20 +213,29 @@ def state_bytes(
 ) -> StateBytes[Elements]:
     """Return the state of these elements of trained dense and expert weights, and of frozen ones.
 
-    Numbers, or one entry for each layout or rank. Frozen weights have neither gradients nor optimizer state. The
-    distributed optimizer shards its state over the copies of a weight; a shard is rounded up.
+    Numbers, or one entry for each layout or rank. Frozen weights have neither gradients nor optimizer state. What is
+    sharded is shared by all copies of a weight; a shard is rounded up. Where weights or gradients are sharded, the fp32
+    shard of the weight is the master weight, and a whole weight is gathered from it (`state_placement`).
     """
     settings, elements = profile.optimizer, params + expert_params
-    grad_reduce: Any = layout.grad_reduce
-    gradient, step = settings.main_gradient_nbytes(grad_reduce), settings.held_in_step_nbytes(grad_reduce)
-    sharded = 2 * settings.moment_nbytes + (0 if precision is Precision.FP32 else MASTER) + settings.extra_shard_nbytes
-    dense: Any = layout.dense_shards  # numbers, or columns as the elements are
-    experts: Any = layout.expert_shards
+    x: Any = layout  # one, or columns as the elements are
+    gradient, step = settings.main_gradient_nbytes(x.grad_reduce), settings.held_in_step_nbytes(x.grad_reduce)
+    moments = 2 * settings.moment_nbytes + settings.extra_shard_nbytes
+    master = 0 if precision is Precision.FP32 else MASTER
+    no_weights, no_gradients = (is_sharded(x, attrgetter(holder)) for holder in ("weights", "gradients"))
+    whole = settings.weight_nbytes or precision.nbytes
+    weight_shard = x.fsdp * (MASTER + settings.weight_shard_nbytes * no_weights)
+
+    def shared(nbytes: Any, dense: Any, experts: Any) -> Any:
+        return -(-nbytes * dense // x.dense_shards) - (-nbytes * experts // x.expert_shards)
+
     return StateBytes(
-        weights=(settings.weight_nbytes or precision.nbytes) * (elements + frozen_params),
-        gradients=(gradient + settings.extra_weight_nbytes) * elements,
-        optimizer=-(-sharded * params // dense) - (-sharded * expert_params // experts),
-        step=-(-step * params // dense) - (-step * expert_params // experts),
+        weights=whole * (1 - no_weights) * (elements + frozen_params)
+        + shared(weight_shard, params + frozen_params, expert_params),
+        gradients=(gradient * (1 - no_gradients) + settings.extra_weight_nbytes) * elements
+        + shared(gradient * no_gradients, params, expert_params),
+        optimizer=shared(moments + master * (1 - x.fsdp), params, expert_params),
+        step=shared(step, params, expert_params),
     )
 
 

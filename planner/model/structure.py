@@ -96,11 +96,20 @@ class ModelStructure:
     @cached_property
     def distinct_blocks(self) -> Rows:
         """Return the number of nodes of each kind in each block, without repeated rows: [blocks, kinds]."""
+        return np.array([*self._block_repeats]).reshape(-1, len(self.kinds))
+
+    @property
+    def block_repeats(self) -> Rows:
+        """Return how often each of `distinct_blocks` is there: [blocks]."""
+        return np.array([*self._block_repeats.values()], dtype=float)
+
+    @cached_property
+    def _block_repeats(self) -> Counter[tuple[float, ...]]:
         rows: dict[int, Rows] = {}
         for node, kind in zip(self.graph.nodes, self.kind_of_node, strict=True):
             if node.block is not None:
                 rows.setdefault(node.block, np.zeros(len(self.kinds)))[kind] += 1
-        return np.array(list({tuple(row): row for row in rows.values()}.values())).reshape(-1, len(self.kinds))
+        return Counter(tuple(row.tolist()) for row in rows.values())
 
     @cached_property
     def distinct_segments(self) -> Rows:

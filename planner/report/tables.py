@@ -69,7 +69,7 @@ def _layout_cells(plan: Plan, formats: bool) -> dict[str, str]:
         "DP": str(x.dp),
         "SP": _on_off(x.sequence_parallel),
         "recompute": x.recompute_text,
-        "dist-opt": _on_off(x.distributed_optimizer),
+        FIELDS["shard"].title: shard_text(x),
         **({FIELDS["grad_reduce"].title: str(x.grad_reduce)} if formats else {}),
         "overlap": active_overlaps(x),
     }
@@ -155,7 +155,7 @@ def _next_best_cells(best: Plan, plan: Plan, with_overlap: bool) -> dict[str, st
         **{title: str(degree) for title, degree in axes.items()},
         "SP": _on_off(x.sequence_parallel),
         "recompute": x.recompute_text,
-        "dist-opt": _on_off(x.distributed_optimizer),
+        FIELDS["shard"].title: shard_text(x),
         **({"overlap": active_overlaps(x)} if with_overlap else {}),
         f"{time.name}/step": time.of(p.step_seconds),
         "MFU": f"{p.mfu:.1%}",
@@ -207,6 +207,11 @@ def _layer_names(nodes: Sequence[Node]) -> str:
     """Return the layer names of these nodes; of the nodes with matrices alone, if there are any."""
     large = [n for n in nodes if any(len(slot.dims) > 1 for slot in n.weights)]
     return ", ".join(n.name.rpartition(".")[0] or n.name for n in large or nodes)
+
+
+def shard_text(x: Layout) -> str:
+    """Return the state that is sharded over data-parallel ranks: `optimizer`, `weights (reshard step)`."""
+    return f"{x.shard} (reshard {x.reshard})" if x.reshard else str(x.shard)
 
 
 def _on_off(on: bool) -> str:

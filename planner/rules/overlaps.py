@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.choices import Overlap, Shard
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts
@@ -25,14 +25,14 @@ def _off(case: Case[L], overlap: Overlap) -> Truth:
 
 def _weights(case: Case[L]) -> Truth:
     x = case.layout
-    holds: Truth = _off(case, Overlap.WEIGHTS) | ((x.distributed_optimizer == 1) & x.has_overlap(Overlap.GRADIENTS))
+    holds: Truth = _off(case, Overlap.WEIGHTS) | ((x.shard != Shard.NONE) & x.has_overlap(Overlap.GRADIENTS))
     return holds
 
 
 def _weights_text(case: Case[Layout]) -> Words:
-    if not case.layout.distributed_optimizer:
-        message = "`--overlap weights` needs `--distributed-optimizer`, which gathers weights"
-        return message, "add --distributed-optimizer, or leave weights out of `--overlap`"
+    if not case.layout.shard:
+        message = "`--overlap weights` needs `--shard optimizer`, which gathers weights"
+        return message, "use --shard optimizer, or leave weights out of `--overlap`"
     return "`--overlap weights` needs `--overlap gradients`", "add gradients to `--overlap`"
 
 
@@ -126,8 +126,8 @@ def may_overlap_experts(x: Layout | Layouts, multi_token_blocks: int, workload: 
 OVERLAP_RULES = (
     Rule(
         id="overlap-weights",
-        sentence="`--overlap weights` needs `--distributed-optimizer` and `--overlap gradients`.",
-        fix="add --distributed-optimizer and gradients, or leave weights out of `--overlap`",
+        sentence="`--overlap weights` needs `--shard optimizer` (or more) and `--overlap gradients`.",
+        fix="use --shard optimizer and add gradients, or leave weights out of `--overlap`",
         owner=Owner.CALLERS,
         source="Megatron-LM's validate_args",
         holds=_weights,

@@ -15,6 +15,7 @@ from megaloom.planner.contract.layout import MOST, Layout
 from megaloom.planner.contract.layouts import Column
 from megaloom.planner.contract.workload import Workload
 
+from .fsdp import FSDP_RULES
 from .mesh import MESH_RULES
 from .overlaps import OVERLAP_RULES
 from .rule import (
@@ -96,7 +97,7 @@ RANGE_RULES = (
         explain=_plausible_text,
     ),
 )
-RULES = (*MESH_RULES, *SIZE_RULES, *STEP_RULES, *OVERLAP_RULES)
+RULES = (*MESH_RULES, *SIZE_RULES, *STEP_RULES, *OVERLAP_RULES, *FSDP_RULES)
 
 
 def violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:

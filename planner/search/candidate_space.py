@@ -19,6 +19,7 @@ from megaloom.planner.contract.choices import (
     GradReduce,
     Overlap,
     OverlapSet,
+    Reshard,
     Shard,
     default_overlaps,
     module_set,
@@ -139,6 +140,7 @@ class CandidateSpace:
         plain = {name: ones if name in ("vpp", "micro_batch") else zeros for name in NAMES}
         plain["vocab_multiple"] = ones * self.fixed.get("vocab_multiple", VOCAB_MULTIPLE)
         plain["grad_reduce"] = ones * self.fixed.get("grad_reduce", GradReduce.FP32)
+        plain["reshard"] = ones * self.fixed.get("reshard", Reshard.MICRO_BATCH)
         degrees = Layouts(**plain | columns)
         first, which = alike(degrees.sequence_parallel, degrees.tp, degrees.ep)
         overlaps = [column("overlaps", self._inner_overlaps(degrees[int(i)])) for i in first]

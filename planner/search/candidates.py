@@ -21,7 +21,7 @@ from megaloom.planner.contract.layouts import Column, Layouts, Rows
 
 from .candidate_space import CandidateSpace
 from .pricing import Pricer
-from .variant_choices import FixedAxes, implied
+from .variant_choices import FixedAxes, implied, shard_choices
 
 HORIZON_GROWTH = 1.1  # least factor by which the horizon moves
 
@@ -63,7 +63,7 @@ class Candidates:
         if first:
             self.lower_bounds.extend(more)
         else:
-            self.lower_bounds = LowerBounds(more, self.pricer.cost_cache)
+            self.lower_bounds = LowerBounds(more, self.pricer.cost_cache, max(shard_choices(True, self.fixed)))
 
     def bound_all(self) -> LowerBounds:
         """Return the bounds of every base layout."""

@@ -31,7 +31,7 @@ from .candidates import Candidates
 from .pricing import Pricer
 from .reasons import deficit_text
 from .suggestions import changes_text, fixed_text, legal_batches, legal_changes
-from .variant_choices import FixedAxes
+from .variant_choices import FixedAxes, shard_choices
 
 OF_A_STEP = {rule.id for rule in STEP_RULES}
 MAX_ILLEGAL = 2000  # illegal layouts that are compared for the one that is nearest to legal
@@ -247,9 +247,10 @@ def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
 def _state_fits(pricer: Pricer, fixed: FixedAxes) -> bool:
     """Return True if all devices together can hold weights, gradients and optimizer state once."""
     one = Layout(grad_reduce=fixed.get("grad_reduce", GradReduce.FP32))
+    leanest = evolve(one, shard=max(shard_choices(True, fixed)))
     part = pricer.partition(one).stages[0]
     elements, precision = (part.params, part.expert_params), pricer.workload.precision
-    once = state_bytes(*elements, one, precision, pricer.profile, frozen_params=part.frozen_params)
+    once = state_bytes(*elements, leanest, precision, pricer.profile, frozen_params=part.frozen_params)
     return once.total <= pricer.capacity * pricer.cluster.count
 
 

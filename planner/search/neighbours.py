@@ -16,6 +16,7 @@ from megaloom.planner.contract.choices import (
     Overlap,
     OverlapSet,
     Recompute,
+    Reshard,
     Shard,
     default_overlaps,
 )
@@ -97,7 +98,10 @@ def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
     yield evolve(x, microbatch_group=0)
     if x.tp > 1:
         yield evolve(x, sequence_parallel=not x.sequence_parallel)
-    yield from (evolve(x, shard=shard) for shard in Shard if shard is not x.shard)
+    for shard in (shard for shard in Shard if shard is not x.shard):
+        overlaps = default_overlaps(shard) if x.overlaps & ~int(MICROBATCH_OVERLAPS) == default_overlaps(x.shard) else 0
+        kept = x.overlaps & int(MICROBATCH_OVERLAPS) if overlaps else x.overlaps
+        yield evolve(x, shard=shard, reshard=Reshard.MICRO_BATCH, overlaps=OverlapSet(overlaps | kept))
     for overlap in pricer.inner:
         yield evolve(x, overlaps=OverlapSet(x.overlaps ^ overlap.bit))
 
@@ -115,6 +119,7 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
         vpp=x.vpp if x.pp > 1 else 1,
         microbatch_group=group,
         shard=x.shard if x.dp * x.cp > 1 else Shard.NONE,
+        reshard=x.reshard if x.dp * x.cp > 1 else Reshard.MICRO_BATCH,
     )
     inner = {Overlap.TENSOR: sp, Overlap.EXPERTS: x.ep > 1 and not x.full_recompute and (x.pp == 1 or x.vpp > 1)}
     switched_off = {*OverlapSet(default_overlaps(origin.shard))} - {*origin.overlaps}
@@ -138,17 +143,25 @@ def _change(layout: Layout, other: Layout) -> str:
         parts.append(
             f"with microbatch groups of {other.microbatch_group_size} instead of {layout.microbatch_group_size}"
         )
-    for name, feature in (
-        ("sequence_parallel", "sequence parallelism"),
-        ("distributed_optimizer", "the distributed optimizer"),
-    ):
-        if getattr(other, name) != getattr(layout, name) and (name != "sequence_parallel" or layout.tp == other.tp):
-            parts.append(f"{'with' if getattr(other, name) else 'without'} {feature}")
+    if other.sequence_parallel != layout.sequence_parallel and layout.tp == other.tp:
+        parts.append(f"{'with' if other.sequence_parallel else 'without'} sequence parallelism")
+    if (other.shard, other.reshard) != (layout.shard, layout.reshard):
+        parts.append(_shard_change(layout, other))
     for overlap in MICROBATCH_OVERLAPS:
         if other.has_overlap(overlap) != layout.has_overlap(overlap):
             parts.append(f"{'with' if other.has_overlap(overlap) else 'without'} overlap of {overlap}")
     text = " and ".join(parts)
     return text[0].upper() + text[1:]
+
+
+def _shard_change(layout: Layout, other: Layout) -> str:
+    if not (layout.fsdp or other.fsdp):
+        return f"{'with' if other.distributed_optimizer else 'without'} the distributed optimizer"
+    new, old = (
+        f"--shard {x.shard}" + (f" --reshard {x.reshard}" if layout.shard is other.shard else "")
+        for x in (other, layout)
+    )
+    return f"with {new} instead of {old}"
 
 
 def _label(name: str) -> str:

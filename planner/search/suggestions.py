@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Shard
+from megaloom.planner.contract.choices import ModuleSet, OverlapSet
 from megaloom.planner.contract.layout import FIELDS, Layout, switch
 from megaloom.planner.contract.layouts import Layouts, Rows
 from megaloom.planner.model.requirements import model_requirements
@@ -81,7 +81,7 @@ def fixed_text(fixed: Mapping[str, Any]) -> str:
 def _option(name: str, value: Any) -> str:
     """Return one field and its value as an option."""
     row = FIELDS[name]
-    if row.kind is bool or row.kind is Shard:
+    if row.kind is bool:
         return switch(name, row.kind(value))
     return f"{row.flag} {value_text(value)}"
 

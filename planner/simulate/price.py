@@ -18,7 +18,7 @@ from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
-from megaloom.planner.contract.state_placement import STATE_PLACEMENTS
+from megaloom.planner.contract.state_placement import SHARDED, state_placement
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.columns import (
@@ -39,6 +39,7 @@ CAUSES = {  # columns of the time for which a pipeline rank computes
     "tensor-parallel communication": [CostColumn.TP_FORWARD, CostColumn.TP_BACKWARD],
     "context-parallel communication": [CostColumn.CP_FORWARD, CostColumn.CP_BACKWARD],
     "expert-parallel communication": [CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD],
+    "sharded-weight communication": [CostColumn.SHARD_FORWARD, CostColumn.SHARD_BACKWARD],
 }
 COPIED = 4 + 2  # bytes moved to make a 16-bit weight from its fp32 master weight
 # Gradients are reduced in buckets, each as soon as it is complete, so that at least the last one is exposed: its
@@ -215,7 +216,7 @@ def end_of_step(
     optimizer, precision, cluster = job.profile.optimizer, job.workload.precision, job.cluster
     sizes = ((params, communication.process_group("dp", layout)), (experts, communication.process_group("edp", layout)))
     parts = [(n, group) for n, group in sizes if n]
-    state = STATE_PLACEMENTS[layout.shard]
+    state = state_placement(layout)
     norm = [ProcessGroup(layout.world, 1)]
     if state.optimizer == INVARIANT:
         norm = [communication.process_group(axis, layout) for axis in ("pp", "tp")]
@@ -238,9 +239,9 @@ def end_of_step(
         else:  # dense weights, then expert weights
             exposed.append(sum(communication.collective_seconds(kind, cluster, part) for part in whole))
     shard = params / layout.dense_shards + experts / layout.expert_shards
-    copied = 0 if precision is Precision.FP32 else COPIED
+    copied = 0 if precision is Precision.FP32 or layout.fsdp else COPIED
     moved = (optimizer.moved_in_step_nbytes(layout.grad_reduce) + copied) * shard
-    moved += gradient * (params + experts)  # set to zero
+    moved += gradient * (shard if state.gradients == SHARDED else params + experts)  # set to zero
     number = NBYTES[DType.FLOAT32]
     waits = sum(communication.collective_seconds("all_reduce", cluster, (number, group)) for group in norm)
     reduction, gathering = exposed

@@ -117,6 +117,9 @@ class OptimizerSettings:
     )
     weight_nbytes: int = setting(0, "held by a weight; 0: as wide as the precision", unit="bytes per element")
     extra_weight_nbytes: int = setting(0, "held all the time beside weight and main gradient", unit="bytes per element")
+    weight_shard_nbytes: int = setting(
+        0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"
+    )
     copies_bf16_gradients: bool = setting(
         True,
         "the step makes an fp32 copy of the bf16 gradients of its shard",

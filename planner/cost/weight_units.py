@@ -1,0 +1,142 @@
+"""Units of weights that are sharded over data-parallel ranks: the seconds of their gathers, and what they hold.
+
+A unit is gathered for a pass and freed after it, as torch's `fully_shard` does: the weights of a block, and those of
+each node outside blocks, such as the embedding and the head. The next unit is gathered while one computes; the
+gradients of a unit are reduced while the unit before it computes. What takes longer than the computation is exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import frozen
+
+from megaloom.dsl.facts.placement import Transition
+from megaloom.planner.contract.choices import N
+from megaloom.planner.contract.layout import Layout, LayoutFields
+from megaloom.planner.contract.layouts import Rows
+from megaloom.planner.contract.state_placement import SHARDED, state_placement
+from megaloom.planner.contract.workload import Precision
+from megaloom.planner.model.structure import ModelStructure
+
+from . import communication
+from .columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
+from .job import Job
+
+MASTER = 4  # bytes of an element of the fp32 shard
+# Passes over memory of a gathered weight: out of the buffer of the all-gather, into the tensor that products read
+# (torch 2.13, fully_shard/_fsdp_collectives.py: split_with_sizes_copy).
+COPIED_OUT = 2
+
+
+@frozen(eq=False)
+class WeightUnits:
+    """Units of the weights of a model on one device, before they are sharded over data-parallel ranks."""
+
+    kinds: Rows  # [units, kinds] number of nodes of each kind
+    repeats: Rows  # [units] how often the model has the unit
+    elements: Rows  # [kinds, 3] elements of a node: trained dense, of experts, frozen; a shared weight counts once
+    shared: int  # elements of weights that several nodes share, which stay gathered from the first to the last of them
+
+    @property
+    def sizes(self) -> Rows:
+        """Return the elements of each unit: [units, 3]."""
+        return self.kinds @ self.elements
+
+    def gathered_nbytes(self, layout: Layout, precision: Precision) -> int:
+        """Return the bytes beyond the state of the largest gathered unit, and of weights that stay gathered."""
+        if state_placement(layout).weights != SHARDED:
+            return 0
+        return precision.nbytes * (int(self.sizes.sum(axis=1).max(initial=0.0)) + self.shared)
+
+    def transient_nbytes(self, layout: Layout, precision: Precision) -> int:
+        """Return the bytes beyond the state that the largest unit holds in its backward pass.
+
+        Its weights and those of the unit that is gathered next, its gradients, and their fp32 copy that is reduced.
+        Experts are a unit inside their block.
+        """
+        dense, experts = self.sizes[:, 0] + self.sizes[:, 2], self.sizes[:, 1]
+        largest = int(np.maximum(dense, experts).max(initial=0.0))
+        whole, prefetched = precision.nbytes, state_placement(layout).weights == SHARDED
+        return (whole + MASTER + whole * prefetched) * largest + self.gathered_nbytes(layout, precision)
+
+
+def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequence[int], layout: Layout) -> WeightUnits:
+    """Return the units of a model. rows: costs of node kinds, [kinds, columns]; shared_elements: as in `CostTable`."""
+    elements = rows[:, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.FROZEN_PARAMS]].copy()
+    for (slot, nodes), count in zip(structure.shared_weights, shared_elements, strict=True):
+        for node in nodes[1:]:
+            kind = structure.kind_of_node[node]
+            elements[kind, 0 if slot.trained else 2] -= count / structure.kind_counts[kind]
+    outside = structure.kind_counts - structure.kind_counts_in_blocks
+    alone = np.flatnonzero(outside)
+    return WeightUnits(
+        kinds=np.concatenate([structure.distinct_blocks, np.eye(len(rows))[alone]]),
+        repeats=np.concatenate([structure.block_repeats, outside[alone]]),
+        elements=elements,
+        shared=sum(shared_elements),
+    )
+
+
+def shard_cost_fields(x: LayoutFields[N]) -> tuple[N, N, N, N]:
+    """Return what the costs of sharded weights depend on, beside node costs; zeros where none are sharded."""
+    return x.fsdp * x.shard, x.fsdp * x.reshard, x.fsdp * x.dp * x.cp, x.fsdp * x.edp
+
+
+def pass_seconds(dense: float, experts: float, layout: Layout, job: Job) -> float:
+    """Return the seconds in which a micro-batch gathers weights of these elements for both passes, and reduces them.
+
+    The elements are those of one device before they are sharded, and move in one collective each.
+    """
+    placed, width = state_placement(layout), job.workload.precision.nbytes
+    gradient = job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
+    elements = np.array([[dense, experts]])
+    gathered = _unit_seconds(placed.pass_gather, width * elements, job, layout)
+    return float(2 * gathered[0] + _unit_seconds(placed.pass_reduction, gradient * elements, job, layout)[0])
+
+
+def shard_costs(rows: Rows, units: WeightUnits, job: Job, layout: Layout) -> Rows:
+    """Return the costs of node kinds with the seconds in which passes wait for sharded weights and their gradients.
+
+    A unit's seconds are spread over its nodes by their elements.
+    """
+    placed, sizes = state_placement(layout), units.sizes
+    width, gradient = job.workload.precision.nbytes, job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
+    gathered = _unit_seconds(placed.pass_gather, width * sizes @ [[1, 0], [0, 1], [1, 0]], job, layout)
+    reduced = _unit_seconds(placed.pass_reduction, gradient * sizes[:, :2], job, layout)
+    copied = np.zeros(len(sizes))
+    if placed.weights == SHARDED:
+        shards = np.array([layout.dense_shards, layout.expert_shards, layout.dense_shards])
+        copied = (sizes * (COPIED_OUT * width + (MASTER + width) / shards)).sum(axis=1) / job.cluster.device.moves
+    elements, out = units.elements.sum(axis=1), rows.copy()
+    for column, compute, took in (
+        (CostColumn.SHARD_FORWARD, FORWARD_COLUMNS, gathered),
+        (CostColumn.SHARD_BACKWARD, BACKWARD_COLUMNS, gathered + reduced),
+    ):
+        hidden = np.minimum(took, units.kinds @ rows[:, compute].sum(axis=1))
+        exposed = took - hidden + hidden * job.sm_share + copied
+        by_element = units.repeats * exposed / np.maximum(sizes.sum(axis=1), 1)
+        nodes = np.maximum(units.repeats @ units.kinds, 1)
+        out[:, column] = elements * (by_element @ units.kinds) / nodes
+    return out
+
+
+def _unit_seconds(transition: Transition, nbytes: Rows, job: Job, layout: Layout) -> Rows:
+    """Return the seconds of a collective over each unit, dense weights first, then experts: [units].
+
+    nbytes: of the whole unit, [units, 2].
+    """
+    kind = transition.communication
+    if kind is None:
+        return np.zeros(len(nbytes))
+    groups = [communication.process_group(axis, layout) for axis in ("dp", "edp")]
+    return np.array(
+        [
+            sum(
+                communication.collective_seconds(kind, job.cluster, (n, group))
+                for n, group in zip(row, groups, strict=True)
+            )
+            for row in nbytes.tolist()
+        ]
+    )

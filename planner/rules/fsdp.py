@@ -1,0 +1,179 @@
+"""Rules of gradients and weights that are sharded over data-parallel ranks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megaloom.dsl import Graph
+from megaloom.planner.contract.choices import GradReduce, Overlap, Reshard, Shard
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision
+
+from .rule import (
+    Case,
+    L,
+    Owner,
+    Rule,
+    Truth,
+    Words,
+)
+from .shared_weights import shared_weight_users
+
+SHARDS = "`--shard gradients` and `--shard weights`"
+NOT_SHOWN = "nobody has shown that the result is right, so it is refused"
+PRECISIONS = (Precision.FP32, Precision.BF16)
+
+
+def _ddp(case: Case[L]) -> Truth:
+    holds: Truth = case.layout.fsdp == 0
+    return holds
+
+
+def _flag(x: Layout) -> str:
+    return f"`--shard {x.shard}`"
+
+
+def _ranks(case: Case[L]) -> Truth:
+    holds: Truth = _ddp(case) | (case.layout.dp * case.layout.cp > 1)
+    return holds
+
+
+def _ranks_text(case: Case[Layout]) -> Words:
+    return f"{_flag(case.layout)} needs dp x cp of at least 2, got 1", "use dp 2 or more, or --shard none"
+
+
+def _reshard(case: Case[L]) -> Truth:
+    holds: Truth = (case.layout.reshard == Reshard.MICRO_BATCH) | (case.layout.shard == Shard.WEIGHTS)
+    return holds
+
+
+def _reshard_text(case: Case[Layout]) -> Words:
+    x = case.layout
+    message = f"`--reshard {x.reshard}` needs `--shard weights`, got `--shard {x.shard}`"
+    return message, f"use --shard weights, or --reshard {Reshard.MICRO_BATCH}"
+
+
+def _precision(case: Case[L]) -> Truth:
+    holds: Truth = _ddp(case) | (case.workload.precision in PRECISIONS)
+    return holds
+
+
+def _precision_text(case: Case[Layout]) -> Words:
+    message = f"{_flag(case.layout)} cannot be combined with --precision {case.workload.precision}"
+    return message, "use --precision bf16, or --shard optimizer"
+
+
+def _grad_reduce(case: Case[L]) -> Truth:
+    holds: Truth = _ddp(case) | (case.layout.grad_reduce == GradReduce.FP32)
+    return holds
+
+
+def _grad_reduce_text(case: Case[Layout]) -> Words:
+    x = case.layout
+    message = f"{_flag(x)} cannot be combined with `--grad-reduce {x.grad_reduce}`"
+    return message, f"use --grad-reduce {GradReduce.FP32}, or --shard optimizer"
+
+
+def _experts(case: Case[L]) -> Truth:
+    holds: Truth = _ddp(case) | (case.layout.has_overlap(Overlap.EXPERTS) == 0)
+    return holds
+
+
+def _experts_text(case: Case[Layout]) -> Words:
+    message = f"{_flag(case.layout)} cannot be combined with `--overlap experts`"
+    return message, "leave experts out of `--overlap`, or use --shard optimizer"
+
+
+def _overlap(case: Case[L]) -> Truth:
+    x = case.layout
+    holds: Truth = _ddp(case) | ((x.has_overlap(Overlap.GRADIENTS) & x.has_overlap(Overlap.WEIGHTS)) == 1)
+    return holds
+
+
+def _overlap_text(case: Case[Layout]) -> Words:
+    message = f"{_flag(case.layout)} always overlaps the gather of weights and the reduction of gradients"
+    return message, "add gradients and weights to `--overlap`, or use --shard optimizer"
+
+
+@lru_cache(maxsize=16)
+def _shared_weight(graph: Graph) -> str | None:
+    """Return the name of a weight that several nodes use, or None."""
+    return next(iter(shared_weight_users(graph)), None)
+
+
+def _shared(case: Case[L]) -> Truth:
+    holds: Truth = _ddp(case) | (case.layout.pp * case.layout.vpp == 1) | (_shared_weight(case.graph) is None)
+    return holds
+
+
+def _shared_text(case: Case[Layout]) -> Words:
+    x = case.layout
+    message = f"{_flag(x)} with pp {x.pp}, vpp {x.vpp}: stages cannot share the weight {_shared_weight(case.graph)!r}"
+    return message, "use pp 1, --shard optimizer, or a model without tied weights"
+
+
+FSDP_RULES = (
+    Rule(
+        id="fsdp-ranks",
+        sentence=f"{SHARDS} need dp x cp of at least 2.",
+        fix="use dp 2 or more, or --shard none",
+        owner=Owner.PLANNER,
+        source="one rank has nothing to share",
+        holds=_ranks,
+        explain=_ranks_text,
+    ),
+    Rule(
+        id="fsdp-reshard",
+        sentence="`--reshard step` needs `--shard weights`.",
+        fix="use --shard weights, or --reshard micro-batch",
+        owner=Owner.PLANNER,
+        source="only sharded weights are gathered for each pass",
+        holds=_reshard,
+        explain=_reshard_text,
+    ),
+    Rule(
+        id="fsdp-precision",
+        sentence=f"{SHARDS} need a precision of bf16 or fp32.",
+        fix="use --precision bf16, or --shard optimizer",
+        owner=Owner.PLANNER,
+        source=f"fp16 and formats of 8 bits: {NOT_SHOWN}",
+        holds=_precision,
+        explain=_precision_text,
+    ),
+    Rule(
+        id="fsdp-grad-reduce",
+        sentence=f"{SHARDS} reduce gradients in fp32.",
+        fix="use --grad-reduce fp32, or --shard optimizer",
+        owner=Owner.PLANNER,
+        source=f"gradients in bf16: {NOT_SHOWN}",
+        holds=_grad_reduce,
+        explain=_grad_reduce_text,
+    ),
+    Rule(
+        id="fsdp-overlap",
+        sentence=f"{SHARDS} always overlap gradients and weights.",
+        fix="add gradients and weights to `--overlap`, or use --shard optimizer",
+        owner=Owner.PLANNER,
+        source="torch's fully_shard gathers the next unit while one computes",
+        holds=_overlap,
+        explain=_overlap_text,
+    ),
+    Rule(
+        id="fsdp-overlap-experts",
+        sentence=f"{SHARDS} cannot be combined with `--overlap experts`.",
+        fix="leave experts out of `--overlap`, or use --shard optimizer",
+        owner=Owner.PLANNER,
+        source=f"two micro-batches in one unit: {NOT_SHOWN}",
+        holds=_experts,
+        explain=_experts_text,
+    ),
+    Rule(
+        id="fsdp-shared",
+        sentence=f"With {SHARDS} and several stages, no two nodes share a weight.",
+        fix="use pp 1, --shard optimizer, or a model without tied weights",
+        owner=Owner.PLANNER,
+        source="torch's fully_shard shards the weights of one unit, and a unit belongs to one stage",
+        holds=_shared,
+        explain=_shared_text,
+    ),
+)
