@@ -52,6 +52,8 @@ def export_plan(plan: Plan, model: Model, target: Target, path: str = "plan.json
             raise UserError(f"the {target.program} job would run `megaloom train`, which cannot run this plan: {limit}")
         return _launch_file(target)(plan, g.name, path)
     with _runtime_limits_named(plan, g):
+        if plan.layout.fsdp:
+            refuse(target, f"--shard {plan.layout.shard}: exports do not write it", "use --shard optimizer")
         return _writer(target)(plan, g)
 
 

@@ -306,7 +306,16 @@ def test_every_field_of_a_layout_is_known_here() -> None:
         "overlaps",
         "vocab_multiple",
         "grad_reduce",
+        "reshard",
     }
+
+
+@pytest.mark.parametrize("target", Target)
+@pytest.mark.parametrize("shard", ["gradients", "weights"])
+def test_sharded_weights_are_refused_where_they_are_not_written(target: Target, shard: str) -> None:
+    declared, _ = find("gpt2")
+    with pytest.raises(UserError, match=f"`?--shard {shard}`?"):
+        export_plan(plan_with(declared, Layout(dp=2, shard=shard)), declared, target)
 
 
 @pytest.mark.parametrize(("cut", "named"), [(5, "rms_norm.1"), (11, "rms_norm.3")])
