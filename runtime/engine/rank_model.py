@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megaloom.dsl import Graph, Model, Slot, graph
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import make_build_context
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules.initial_weights import GivenValues, check_weights, given_weight, initial_weight
@@ -45,7 +46,7 @@ class RankModel:
 
         def draw(slot: Slot, index: int | None) -> Tensor | View:
             if weights is None or slot.name not in weights:
-                return initial_weight(slot, seed, index)
+                return given_weight(slot, {slot.name: initial_weight(slot, seed, device.current())}, index)
             return given_weight(slot, weights, index)
 
         for node in (node for chunk in part.chunks for node in chunk.nodes):

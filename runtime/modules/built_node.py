@@ -122,15 +122,11 @@ def weights_in(view: View) -> tuple[str, ...]:
 
 def _body_weight(slot: Slot, draw: Draw, groups: ProcessGroups, *, of_experts: bool) -> Any:
     """Return the full weight of a body; of expert weights, the experts of this rank only."""
+    full = draw(slot, None)
     if not of_experts or groups.layout.ep == 1:
-        return draw(slot, None)
-    dims = [d.known for d in slot.outer]
-    count, rows = prod(dims) // groups.layout.ep, dims[0] // groups.layout.ep
-    first = draw(slot, groups.ep_rank * count)
-    if isinstance(first, View):  # nothing is read, so nothing is drawn in vain
-        return draw(slot, None).narrow(0, groups.ep_rank * rows, rows)
-    others = [draw(slot, i) for i in range(groups.ep_rank * count + 1, (groups.ep_rank + 1) * count)]
-    return torch.stack([first, *others]).unflatten(0, (rows, *dims[1:]))
+        return full
+    rows = slot.outer[0].known // groups.layout.ep
+    return full.narrow(0, groups.ep_rank * rows, rows)
 
 
 def _symbol(slot: Slot, index: int | None) -> Any:

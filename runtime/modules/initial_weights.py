@@ -1,42 +1,47 @@
 """Initial weights: a pure function of seed, weight name and copy index, or given by name. No layout changes them.
 
-numpy draws them, not a `torch.Generator`. torch's CPU seed has only 32 bits, so two of the 200,000 matrices of a large
-mixture of experts would likely be equal, and its normals depend on the processor's instructions. numpy's PCG64 uses 128
-bits of the digest, is as fast, and its normals (ziggurat method) are the same bits on every machine.
+They are views, so a rank makes its shards alone, on its device. torch's own generators do not serve: the one for CPUs
+has a seed of 32 bits, so two of the 200,000 matrices of a large mixture of experts would likely be equal, and which
+numbers the one for GPUs draws depends on the GPU. Keys of `random_values` have 128 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from hashlib import sha256
+from itertools import product
 from math import prod, sqrt
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from megaloom.dsl import Graph, Model, Shape, Slot, UserError, Weight, graph
-from megaloom.runtime.weights.views import View
+from megaloom.runtime.weights.random_values import RandomKey, normal_values, uniform_values
+from megaloom.runtime.weights.views import Box, View, source
 
 GivenValues = Mapping[str, torch.Tensor] | Mapping[str, View]
 """Values of weights by the names of `graph(model).weights`: in memory, or views that are read shard by shard."""
 
+HOST = torch.device("cpu")
 
-def initial_weight(slot: Slot, seed: int, index: int | None = None) -> torch.Tensor:
-    """Return the full initial float32 values of a weight, of dims `slot.dims`, with its mean, std and distribution.
 
-    With `index`, return one copy only, of dims `slot.value.shape`, without drawing the others. Copies are counted over
-    `slot.outer` in row-major order. Raise IndexError if there is no such copy.
+def initial_weight(slot: Slot, seed: int, device: torch.device = HOST) -> View:
+    """Return the initial float32 values of a weight, of dims `slot.dims`, with its mean, std and distribution.
+
+    A part that is read is made on the device, without the others. Each device makes equal bits.
     """
-    copies = prod(d.known for d in slot.outer)
-    sizes = [d.known for d in slot.value.shape]
-    if index is not None:
-        if not 0 <= index < copies:
-            raise IndexError(f"{slot.name} has {copies} copies; index {index} is out of range")
-        return torch.from_numpy(_draw(slot, seed, index, sizes))
-    out = np.empty((copies, *sizes), np.float32)
-    for i in range(copies):
-        out[i] = _draw(slot, seed, i, sizes)
-    return torch.from_numpy(out.reshape([d.known for d in slot.dims]))
+    sizes, outer = tuple(d.known for d in slot.value.shape), [d.known for d in slot.outer]
+
+    def read(box: Box) -> Tensor:
+        copies, inside = box[: len(outer)], box[len(outer) :]
+        if not outer:
+            return _drawn(slot, seed, 0, inside, device)
+        out = torch.empty([len(r) for r in box], device=device)
+        rows = out.view(-1, *out.shape[len(outer) :])
+        for row, index in zip(rows, product(*copies), strict=True):
+            row.copy_(_drawn(slot, seed, _flat(index, outer), inside, device))
+        return out
+
+    return source((*outer, *sizes), torch.float32, read)
 
 
 def given_weight(slot: Slot, weights: GivenValues, index: int | None = None) -> torch.Tensor | View:
@@ -70,17 +75,21 @@ def check_weights(graph: Graph, weights: GivenValues, drawn: Collection[str] = (
         raise UserError(f"model {graph.name!r} has no weight {unknown[0]!r}")
 
 
-def _draw(slot: Slot, seed: int, index: int, sizes: list[int]) -> np.ndarray:
+def _flat(index: tuple[int, ...], sizes: list[int]) -> int:
+    """Return the number of a copy, counted in row-major order."""
+    return sum(i * prod(sizes[at + 1 :]) for at, i in enumerate(index))
+
+
+def _drawn(slot: Slot, seed: int, copy: int, box: Box, device: torch.device) -> Tensor:
+    """Return a box of a copy of a weight."""
     op = slot.value.op
     assert isinstance(op, Weight)
     if slot.std == 0:
-        return np.full(sizes, op.mean, np.float32)
-    digest = sha256(f"{seed} {slot.name} {index}".encode()).digest()
-    generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest)))
+        return torch.full([len(r) for r in box], op.mean, dtype=torch.float32, device=device)
+    key, sizes = RandomKey.of(f"{seed} {slot.name} {copy}"), tuple(d.known for d in slot.value.shape)
     if op.uniform:  # between -1 and 1 the standard deviation is 1/sqrt(3)
-        values = (2 * generator.random(sizes, np.float32) - 1) * np.float32(sqrt(3))
+        values = uniform_values(key, sizes, box, device).mul_(sqrt(3))
     else:
-        values = generator.standard_normal(sizes, np.float32)
-    values *= np.float32(slot.std)
-    values += np.float32(op.mean)
-    return values
+        values = normal_values(key, sizes, box, device)
+    values.mul_(slot.std)
+    return values.add_(op.mean) if op.mean else values

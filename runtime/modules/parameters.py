@@ -70,12 +70,12 @@ def parameters(op: Op, w: Weights) -> Parameters:
     """Return the full parameters, by name, of the module that `registry.build_module` builds for an op.
 
     Those of a module of megatron-core are rearrangements of weights, so they serve tensors and views. A layer with its
-    own torch module has a method `parameters(self, w)`, which gets tensors and may compute anything. Raise UserError if
-    it is missing.
+    own torch module has a method `parameters(self, w)`, which gets tensors in host memory and may compute
+    anything. Raise UserError if it is missing.
     """
     own = None if is_built_in(op) else getattr(op, "parameters", None)
     if own is not None:
-        return dict(own(evolve(w, draw=lambda slot, index: values_of(w.draw(slot, index)))))
+        return dict(own(evolve(w, draw=lambda slot, index: values_of(w.draw(slot, index)).cpu())))
     if module_kind(op) is None:
         raise UserError(
             f"{op} has its own torch module, but no method that computes the module's parameters\n"

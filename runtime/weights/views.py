@@ -173,15 +173,16 @@ class Concatenated(View):
     dim: int
 
     def _read(self, box: Box) -> Tensor:
-        out = torch.empty([len(r) for r in box], dtype=self.dtype)
+        out: Tensor | None = None
         here, at = box[self.dim], 0
         for start, part in self.starts():
             own = range(max(here.start, start), min(here.stop, start + part.shape[self.dim]))
             if len(own):
-                inside = (*box[: self.dim], _shifted(own, -start), *box[self.dim + 1 :])
-                out.narrow(self.dim, at, len(own)).copy_(part.read(inside))
+                values = part.read((*box[: self.dim], _shifted(own, -start), *box[self.dim + 1 :]))
+                out = values.new_empty([len(r) for r in box], dtype=self.dtype) if out is None else out
+                out.narrow(self.dim, at, len(own)).copy_(values)
                 at += len(own)
-        return out
+        return torch.empty([len(r) for r in box], dtype=self.dtype) if out is None else out
 
     def starts(self) -> Iterator[tuple[int, View]]:
         """Yield each part with its first index in the dim."""

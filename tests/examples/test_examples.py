@@ -40,7 +40,7 @@ def test_a_new_model_knows_nothing_and_learns(m: Model) -> None:
     """Its first loss is that of a uniform guess; a step against the gradient of one batch makes it better at that."""
     g, vocab = graph(m), vocabulary(m)
     text = torch.randint(vocab, (16, 17), generator=torch.Generator().manual_seed(0))
-    weights = {name: initial_weight(s, seed=1).requires_grad_() for name, s in g.weights.items()}
+    weights = {name: initial_weight(s, seed=1).read().requires_grad_() for name, s in g.weights.items()}
 
     def loss() -> torch.Tensor:
         batch = {"tokens": text[:, :-1], "labels": text[:, 1:]}

@@ -58,7 +58,7 @@ def learned(plans: Plans) -> dict[str, list[Any]]:
 
 
 def initial(model: Model) -> dict[str, Tensor]:
-    return {name: initial_weight(slot, Recipe().seed) for name, slot in graph(model).weights.items()}
+    return {name: initial_weight(slot, Recipe().seed).read() for name, slot in graph(model).weights.items()}
 
 
 def theirs(model: Model, kind: str = "LlamaForCausalLM", **state: Tensor) -> Any:

@@ -106,7 +106,7 @@ def curves(plans: list[Plan]) -> list[Curve]:
 def declared(plan: Plan) -> tuple[float, float]:
     """The first of these by the oracle."""
     m, _ = find(plan.model)
-    weights = {k: initial_weight(s, SEED).requires_grad_(s.trained) for k, s in graph(m).weights.items()}
+    weights = {k: initial_weight(s, SEED).read().requires_grad_(s.trained) for k, s in graph(m).weights.items()}
     x = torch.stack([random_text(i, VOCAB, SEQ) for i in range(BATCH)])
     ((total, count),) = interpret(m, weights, with_mask(graph(m), next_token(x)))
     loss = total / count

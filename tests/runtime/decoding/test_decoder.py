@@ -158,7 +158,7 @@ def weights_of(m: Model) -> dict[str, Tensor]:
     out = {}
     for name, slot in graph(m).weights.items():
         torch.manual_seed(sum(map(ord, name)))
-        x = initial_weight(slot, 7)
+        x = initial_weight(slot, 7).read()
         out[name] = x + 0.1 * torch.randn_like(x)
     return out
 

@@ -65,7 +65,7 @@ def trained(plan: Plan) -> list[float]:
 def declared(m: Model) -> list[float]:
     """Return what `trained` returns by the bodies, in one process."""
     g = graph(m)
-    weights = {k: initial_weight(s, SEED).requires_grad_(s.trained) for k, s in g.weights.items()}
+    weights = {k: initial_weight(s, SEED).read().requires_grad_(s.trained) for k, s in g.weights.items()}
     values = []
     for count in (BATCH, BATCH - 1):
         samples, balances = [sample(i) for i in range(count)], {}  # type: ignore[var-annotated]

@@ -55,7 +55,7 @@ def rows(step: int) -> dict[str, Tensor]:
 
 
 def weights_of(model: Model) -> dict[str, Tensor]:
-    return {name: initial_weight(slot, seed=3) for name, slot in graph(model).weights.items()}
+    return {name: initial_weight(slot, seed=3).read() for name, slot in graph(model).weights.items()}
 
 
 def from_reference(outputs: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def test_gradients_are_those_of_the_declaration(name: str, layout: Layout, plan_
     assert all(each is None for each, _ in others)
     assert gradients is not None
     m, _ = find(plan.model)
-    weights = {k: initial_weight(s, RECIPE.seed).requires_grad_(s.trained) for k, s in graph(m).weights.items()}
+    weights = {k: initial_weight(s, RECIPE.seed).read().requires_grad_(s.trained) for k, s in graph(m).weights.items()}
     batch = next_token(torch.stack([random_text(i, 127, 32) for i in range(4)]))
     ((total, count),) = interpret(m, weights, batch)
     (total / count).backward()

@@ -66,7 +66,7 @@ def batch_of(g: Graph) -> dict[str, torch.Tensor]:
 def one_by_one(m: Model) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and the gradient of each weight of the documents, each as a sequence of its own."""
     g = graph(m)
-    weights = {k: initial_weight(s, SEED).double().requires_grad_(s.trained) for k, s in g.weights.items()}
+    weights = {k: initial_weight(s, SEED).read().double().requires_grad_(s.trained) for k, s in g.weights.items()}
     batch, total = batch_of(g), torch.zeros(2, dtype=torch.float64)
     for row, ends in enumerate(ENDS):
         for start, stop in zip((0, *ends), ends, strict=False):
@@ -110,7 +110,7 @@ def test_packed_documents_train_as_if_each_were_a_sequence(row: str, plan_of: An
 @pytest.mark.parametrize("make", [packed_gpt, packed_llama, packed_bert, packed_gpt_oss, packed_latent])
 def test_bodies_keep_documents_apart(make: Any) -> None:
     m = make()
-    weights = {k: initial_weight(s, SEED).double() for k, s in graph(m).weights.items()}
+    weights = {k: initial_weight(s, SEED).read().double() for k, s in graph(m).weights.items()}
     loss, _ = one_by_one(m)
     (sums,) = interpret(m, weights, batch_of(graph(m)))
     assert float(sums[0] / sums[1]) == pytest.approx(loss, rel=1e-12)

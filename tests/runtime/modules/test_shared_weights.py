@@ -76,7 +76,7 @@ def declared(plan: Plan) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss of the first step and its gradients by the bodies of the layers, in one process."""
     m, _ = find(plan.model)
     g = graph(m)
-    weights = {k: initial_weight(s, RECIPE.seed).requires_grad_(s.trained) for k, s in g.weights.items()}
+    weights = {k: initial_weight(s, RECIPE.seed).read().requires_grad_(s.trained) for k, s in g.weights.items()}
     samples = [sample_of(plan, i) for i in range(BATCH)]
     (sums,) = interpret(m, weights, {name: torch.stack([s[name] for s in samples]) for name in samples[0]})
     terms = sums.reshape(-1, 2)

@@ -75,7 +75,7 @@ def first_loss(plan: Plan) -> tuple[float, float]:
 def test_the_oracle_drops_the_same_elements(plan_of: Any) -> None:
     plan = plan_of("dropouts", Layout(dp=2))
     m, _ = find(plan.model)
-    weights = {name: initial_weight(s, SEED) for name, s in graph(m).weights.items()}
+    weights = {name: initial_weight(s, SEED).read() for name, s in graph(m).weights.items()}
     x = torch.stack([sample(i) for i in range(BATCH)])
     expected = []
     for masks in (None, MaskSource(SEED, step=0, first_sample=0)):

@@ -52,7 +52,7 @@ class Oracle:
     def of(cls, model: Model, recipe: Recipe) -> Oracle:
         """Return the oracle of a run with these initial weights."""
         slots = graph(model).weights
-        weights = {k: initial_weight(s, recipe.seed).requires_grad_(s.trained) for k, s in slots.items()}
+        weights = {k: initial_weight(s, recipe.seed).read().requires_grad_(s.trained) for k, s in slots.items()}
         trained = [(s, weights[k]) for k, s in slots.items() if s.trained]
         groups = (
             {"params": [w for s, w in trained if is_decayed(s) is decay], "weight_decay": amount}
