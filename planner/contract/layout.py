@@ -32,6 +32,9 @@ from .choices import (
 if TYPE_CHECKING:
     from megaloom.dsl.sharding_table import Split
 
+# Whether Megatron's distributed optimizer runs, whether gradients or weights are sharded, and whether any state is.
+DISTRIBUTED = {Shard.NONE: 0, Shard.OPTIMIZER: 1, Shard.GRADIENTS: 0, Shard.WEIGHTS: 0}
+FULLY_SHARDED = {Shard.NONE: 0, Shard.OPTIMIZER: 0, Shard.GRADIENTS: 1, Shard.WEIGHTS: 1}
 VOCAB_MULTIPLE = 128  # as Megatron-LM's --make-vocab-size-divisible-by: matrix products over an odd size are slow
 MOST = 2**20  # of any degree or count: more than any published run had, and few enough to simulate
 
@@ -160,17 +163,18 @@ class LayoutFields(Generic[N]):
     @property
     def distributed_optimizer(self) -> N:
         """True where Megatron's distributed optimizer runs."""
-        switched: N = self.shard == Shard.OPTIMIZER
+        switched: N = Shard.look_up(self.shard, DISTRIBUTED) == 1
         return switched
 
     @property
     def fsdp(self) -> N:
         """True where weights, or at least gradients, are sharded over data-parallel ranks."""
-        sharded: N = (self.shard == Shard.GRADIENTS) | (self.shard == Shard.WEIGHTS)
+        sharded: N = Shard.look_up(self.shard, FULLY_SHARDED) == 1
         return sharded
 
     def _sharers(self, copies: N) -> N:
-        return Shard.look_up(self.shard, {shard: copies if shard else 1 for shard in Shard})
+        shared = {Shard.OPTIMIZER: copies, Shard.GRADIENTS: copies, Shard.WEIGHTS: copies}
+        return Shard.look_up(self.shard, {Shard.NONE: 1, **shared})
 
     @property
     def dense_shards(self) -> N:

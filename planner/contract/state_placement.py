@@ -60,8 +60,12 @@ STATE_PLACEMENTS: Mapping[tuple[Shard, Reshard], StatePlacement] = {
 
 def is_sharded(layout: LayoutFields[N], holder: Callable[[StatePlacement], Placement]) -> N:
     """True where the state that `holder` names is sharded between micro-batches: of one layout, or of columns."""
-    keys = [key for key, placed in STATE_PLACEMENTS.items() if holder(placed) == SHARDED]
-    sharded: N = sum(((layout.shard == shard) & (layout.reshard == reshard) for shard, reshard in keys), 0) > 0
+
+    def at(shard: Shard, reshard: Reshard) -> int:
+        return holder(STATE_PLACEMENTS[shard, reshard if shard is Shard.WEIGHTS else Reshard.MICRO_BATCH]) == SHARDED
+
+    table = {s: Reshard.look_up(layout.reshard, {r: at(s, r) for r in Reshard}) for s in Shard}
+    sharded: N = Shard.look_up(layout.shard, table) == 1
     return sharded
 
 

@@ -224,7 +224,7 @@ def state_bytes(
     master = 0 if precision is Precision.FP32 else MASTER
     no_weights, no_gradients = (is_sharded(x, attrgetter(holder)) for holder in ("weights", "gradients"))
     whole = settings.weight_nbytes or precision.nbytes
-    weight_shard = x.fsdp * (MASTER + settings.weight_shard_nbytes * no_weights)
+    weight_shard = x.fsdp * (MASTER + profile.sharded_weights.narrow_shard_nbytes * no_weights)
 
     def shared(nbytes: Any, dense: Any, experts: Any) -> Any:
         return -(-nbytes * dense // x.dense_shards) - (-nbytes * experts // x.expert_shards)

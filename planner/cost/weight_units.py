@@ -25,9 +25,6 @@ from .columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
 from .job import Job
 
 MASTER = 4  # bytes of an element of the fp32 shard
-# Passes over memory of a gathered weight: out of the buffer of the all-gather, into the tensor that products read
-# (torch 2.13, fully_shard/_fsdp_collectives.py: split_with_sizes_copy).
-COPIED_OUT = 2
 
 
 @frozen(eq=False)
@@ -101,20 +98,22 @@ def shard_costs(rows: Rows, units: WeightUnits, job: Job, layout: Layout) -> Row
 
     A unit's seconds are spread over its nodes by their elements.
     """
-    placed, sizes = state_placement(layout), units.sizes
+    placed, sizes, settings = state_placement(layout), units.sizes, job.profile.sharded_weights
     width, gradient = job.workload.precision.nbytes, job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
     gathered = _unit_seconds(placed.pass_gather, width * sizes @ [[1, 0], [0, 1], [1, 0]], job, layout)
     reduced = _unit_seconds(placed.pass_reduction, gradient * sizes[:, :2], job, layout)
     copied = np.zeros(len(sizes))
     if placed.weights == SHARDED:
         shards = np.array([layout.dense_shards, layout.expert_shards, layout.dense_shards])
-        copied = (sizes * (COPIED_OUT * width + (MASTER + width) / shards)).sum(axis=1) / job.cluster.device.moves
+        # In bytes: out of the buffer of the gather, and the cast of the shard.
+        moved = sizes @ (settings.gather_copies * width + (MASTER + width) / shards)
+        copied = moved / job.cluster.device.moves
     elements, out = units.elements.sum(axis=1), rows.copy()
     for column, compute, took in (
         (CostColumn.SHARD_FORWARD, FORWARD_COLUMNS, gathered),
         (CostColumn.SHARD_BACKWARD, BACKWARD_COLUMNS, gathered + reduced),
     ):
-        hidden = np.minimum(took, units.kinds @ rows[:, compute].sum(axis=1))
+        hidden = np.minimum(took, settings.hidden * units.kinds @ rows[:, compute].sum(axis=1))
         exposed = took - hidden + hidden * job.sm_share + copied
         by_element = units.repeats * exposed / np.maximum(sizes.sum(axis=1), 1)
         nodes = np.maximum(units.repeats @ units.kinds, 1)

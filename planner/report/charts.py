@@ -20,6 +20,7 @@ COLOURS = {  # of causes of step time and of holders of memory
     "tensor-parallel communication": "#e3872d",
     "context-parallel communication": "#f0b429",
     "expert-parallel communication": "#e5654b",
+    "sharded-weight communication": "#1b9e93",
     "pipeline communication": "#c9611a",
     "pipeline bubble": "#8c959f",
     "gradient communication": "var(--reduction)",
@@ -33,7 +34,7 @@ COLOURS = {  # of causes of step time and of holders of memory
     "allocator": "#8c959f",
     "runtime": "#c98bb9",
 }
-SPARE_COLOURS = ("#1b9e93", "#bf3989", "#57606a", "#7cc08a")  # for parts without a colour above
+SPARE_COLOURS = ("#bf3989", "#57606a", "#7cc08a")  # for parts without a colour above
 PLOT_WIDTH, PLOT_HEIGHT, LEFT_MARGIN, BOTTOM_MARGIN = 560.0, 300.0, 64.0, 44.0  # pixels
 MAX_LABELS = 24  # of the bars of pipeline ranks
 SMALL_SHARE = 0.4  # bars that fill less of a device are scaled to the fullest rank, not to the device

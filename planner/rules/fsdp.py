@@ -102,13 +102,13 @@ def _shared_weight(graph: Graph) -> str | None:
 
 
 def _shared(case: Case[L]) -> Truth:
-    holds: Truth = _ddp(case) | (case.layout.pp * case.layout.vpp == 1) | (_shared_weight(case.graph) is None)
+    holds: Truth = _ddp(case) | (case.layout.pp == 1) | (_shared_weight(case.graph) is None)
     return holds
 
 
 def _shared_text(case: Case[Layout]) -> Words:
     x = case.layout
-    message = f"{_flag(x)} with pp {x.pp}, vpp {x.vpp}: stages cannot share the weight {_shared_weight(case.graph)!r}"
+    message = f"{_flag(x)} with pp {x.pp}: stages cannot share the weight {_shared_weight(case.graph)!r}"
     return message, "use pp 1, --shard optimizer, or a model without tied weights"
 
 

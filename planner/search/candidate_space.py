@@ -25,12 +25,13 @@ from megaloom.planner.contract.choices import (
     module_set,
 )
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import VOCAB_MULTIPLE, Layout
+from megaloom.planner.contract.layout import FULLY_SHARDED, VOCAB_MULTIPLE, Layout
 from megaloom.planner.contract.layouts import NAMES, Column, Layouts, alike
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import ModelRequirements, model_requirements
 from megaloom.planner.rules import export_rules, rules
 from megaloom.planner.rules.divisors import divisors
+from megaloom.planner.rules.fsdp import FSDP_RULES
 from megaloom.planner.rules.overlaps import may_overlap_experts, within_node
 from megaloom.planner.rules.rule import Case, Rule, Truth, fields_read, legal
 
@@ -60,6 +61,7 @@ KEPT_BY_CHOICES = frozenset((
     "recompute-blocks", "recompute-layers", "recompute-none", "recompute-parts", "recompute-modules",
     "overlap-weights", "overlap-tensor", "overlap-tensor-node", "overlap-experts", "overlap-experts-vpp",
     "overlap-experts-recompute", "overlap-experts-precision", "overlap-experts-mtp",
+    *(rule.id for rule in FSDP_RULES),
 ))  # fmt: skip
 COUNTED_AT_ONCE = 1024  # base layouts whose variants are counted together
 
@@ -119,7 +121,8 @@ class CandidateSpace:
         plain = evolve(plain, overlaps=self._overlaps(plain) & ~Overlap.EXPERTS.bit)  # expert overlap needs chunks
         of_variants = {rule.id for rule, _ in self._variant_rules}
         mask = legal((rule for rule in self._rules if rule.id not in of_variants), self._case(plain))
-        return base.take(mask & (~base.has_overlap(Overlap.EXPERTS) | self._may_overlap_experts(base)))
+        overlapped = self._may_overlap_experts(base) & (not FULLY_SHARDED[implied(self.fixed).get("shard", Shard.NONE)])
+        return base.take(mask & (~base.has_overlap(Overlap.EXPERTS) | overlapped))
 
     def unchecked_layouts(self) -> Iterator[Layout]:
         """Yield every layout that uses all devices and leaves no remainder in any degree, legal or not."""
@@ -176,6 +179,12 @@ class CandidateSpace:
     def _may_overlap_experts(self, base: Layouts) -> Truth:
         return may_overlap_experts(base, self._requirements.multi_token, self.workload)
 
+    def _may_shard_fully(self, layouts: Layouts) -> Truth:
+        """Return where the rules of `--shard weights` hold with default overlaps."""
+        full = int(Shard.WEIGHTS) + 0 * layouts.dp
+        overlaps = self.fixed.get("overlaps", layouts.overlaps | default_overlaps(full))
+        return legal(FSDP_RULES, self._case(evolve(layouts, shard=full, overlaps=overlaps + 0 * full)))
+
     def _subsets(self, base: Layouts) -> Column:
         """Return which variants each base layout has: ALL_VARIANTS, OVERLAPPED_EXPERTS or OTHER_VARIANTS."""
         overlapped = base.has_overlap(Overlap.EXPERTS)
@@ -215,8 +224,8 @@ class CandidateSpace:
         if not self.fixed.get("recompute_modules"):
             modules = np.concatenate([np.zeros((len(base), 1), dtype=np.int64), family], axis=1)
             layouts = evolve(layouts, recompute_modules=modules[numbers, layouts.recompute_modules])
-        several = (layouts.dp * layouts.cp > 1).astype(np.int64)
-        shards = [column("shard", shard_choices(on, self.fixed)) for on in (False, True)]
+        several = (layouts.dp * layouts.cp > 1) * (1 + self._may_shard_fully(layouts))
+        shards = [column("shard", shard_choices(on > 0, self.fixed, on > 1)) for on in range(3)]
         layouts, numbers = layouts.spread(shards, several), _repeat(numbers, shards, several)
         return evolve(layouts, overlaps=self._overlaps(layouts)), numbers
 

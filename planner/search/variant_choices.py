@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaloom.planner.contract.choices import Module, Overlap, OverlapSet, Recompute, Shard, default_overlaps
+from megaloom.planner.contract.layout import FULLY_SHARDED
 from megaloom.planner.contract.layouts import Column
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.rules.divisors import divisors
@@ -32,8 +33,10 @@ FixedValues = tuple[tuple[str, Any], ...]  # some of these, hashable
 
 
 def implied(fixed: FixedAxes) -> FixedAxes:
-    """Return the fixed fields, with selective recompute if they name its modules."""
-    return {"recompute": Recompute.SELECTIVE, **fixed} if fixed.get("recompute_modules") else fixed
+    """Return the fixed fields, with what they imply: selective recompute by its modules, sharded weights by reshard."""
+    recompute = {"recompute": Recompute.SELECTIVE} if fixed.get("recompute_modules") else {}
+    shard = {"shard": Shard.WEIGHTS} if fixed.get("reshard") else {}
+    return {**recompute, **shard, **fixed}
 
 
 def micro_batch_sizes(dp: int, workload: Workload, fixed: FixedAxes) -> tuple[int, ...]:
@@ -60,8 +63,14 @@ def microbatch_groups(pp: int, microbatches: int) -> tuple[int, ...]:
     return tuple(n if n != pp else 0 for n in sizes)
 
 
-def shard_choices(several: bool, fixed: FixedAxes) -> tuple[int, ...]:
-    """Return the values of `shard` to try. several: whether several devices share a weight."""
+def shard_choices(several: bool, fixed: FixedAxes, fully: bool = True) -> tuple[int, ...]:
+    """Return the values of `shard` to try.
+
+    several: whether several devices share a weight; fully: whether they may share gradients and weights.
+    """
+    fixed = implied(fixed)
+    if not fully:
+        return field_choices("shard", fixed, (x for x in shard_choices(several, fixed) if not FULLY_SHARDED[Shard(x)]))
     if Overlap.WEIGHTS in fixed.get("overlaps", ()):
         return field_choices(
             "shard", fixed, (x for x in SEARCHED if Overlap.WEIGHTS in OverlapSet(default_overlaps(x)))

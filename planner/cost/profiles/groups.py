@@ -1,4 +1,4 @@
-"""The groups of settings that make up a framework profile: kernels, attention, optimizer, buffers, experts, overlap.
+"""The groups of settings that make up a framework profile: kernels, attention, optimizer, and so on.
 
 A layout says how a model is distributed. A framework profile says how a framework runs it. The default of every
 setting is that of a framework with fused kernels and without Transformer Engine.
@@ -117,9 +117,6 @@ class OptimizerSettings:
     )
     weight_nbytes: int = setting(0, "held by a weight; 0: as wide as the precision", unit="bytes per element")
     extra_weight_nbytes: int = setting(0, "held all the time beside weight and main gradient", unit="bytes per element")
-    weight_shard_nbytes: int = setting(
-        0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"
-    )
     copies_bf16_gradients: bool = setting(
         True,
         "the step makes an fp32 copy of the bf16 gradients of its shard",
@@ -141,6 +138,29 @@ class OptimizerSettings:
         """Return the bytes that a step of the optimizer moves, per element of its shard."""
         copy = self.step_moved_nbytes + sum(_NBYTES.values()) * self.copies_bf16_gradients
         return GradReduce.look_up(grad_reduce, {GradReduce.FP32: self.step_moved_nbytes, GradReduce.BF16: copy})
+
+
+@frozen(kw_only=True)
+class ShardedWeightSettings:
+    """Weights that are sharded over data-parallel ranks: their shards, their gathers and what hides these."""
+
+    hidden: float = setting(
+        1.0,
+        "computation of a unit that can hide its gathers and reductions",
+        unit="share",
+        kind=FigureKind.ASSUMED,
+        source="they have streams of their own",
+    )
+    gather_copies: float = setting(
+        2.0,
+        "passes over memory of a gathered weight, from the buffer of the all-gather to the tensor that products read",
+        unit="passes",
+        source="torch 2.13, fully_shard/_fsdp_collectives.py: split_with_sizes_copy reads and writes it once",
+    )
+
+    narrow_shard_nbytes: int = setting(
+        0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"
+    )
 
 
 @frozen(kw_only=True)
@@ -227,6 +247,7 @@ class Feature:
     kernels: Changes = field(default=UNCHANGED, hash=False)
     attention: Changes = field(default=UNCHANGED, hash=False)
     optimizer: Changes = field(default=UNCHANGED, hash=False)
+    sharded_weights: Changes = field(default=UNCHANGED, hash=False)
     buffers: Changes = field(default=UNCHANGED, hash=False)
     experts: Changes = field(default=UNCHANGED, hash=False)
     overlap: Changes = field(default=UNCHANGED, hash=False)
@@ -240,13 +261,14 @@ class FrameworkProfile:
     kernels: KernelSettings = KernelSettings()
     attention: AttentionSettings = AttentionSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
+    sharded_weights: ShardedWeightSettings = ShardedWeightSettings()
     buffers: BufferSettings = BufferSettings()
     experts: ExpertSettings = ExpertSettings()
     overlap: OverlapSettings = OverlapSettings()
     features: tuple[Feature, ...] = field(default=(), eq=False)  # in the order in which they were applied
 
 
-GROUPS = ("kernels", "attention", "optimizer", "buffers", "experts", "overlap")
+GROUPS = ("kernels", "attention", "optimizer", "sharded_weights", "buffers", "experts", "overlap")
 
 
 def compose(name: str, features: Iterable[Feature], base: FrameworkProfile | None = None) -> FrameworkProfile:

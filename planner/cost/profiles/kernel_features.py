@@ -118,6 +118,11 @@ ENGINE_KERNELS = Feature(
         ),
     },
     attention={"context_communication": coded(ContextCommunication.P2P, "Megatron-LM's default of --cp-comm-type")},
+    sharded_weights={
+        "narrow_shard_nbytes": coded(
+            2, "megatron-core 0.16.1, megatron_fsdp/param_and_grad_buffer.py: model_weight_buffer, main_weight_buffer"
+        )
+    },
     buffers={
         "engine_workspace": coded(
             True, "transformer_engine/pytorch/module/base.py, get_workspace: 32 MiB since Hopper, 4 MiB before"

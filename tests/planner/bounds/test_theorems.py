@@ -33,6 +33,7 @@ from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost.columns import STEP_COLUMNS, CostColumn
 from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.model.structure import model_structure
 from megaloom.planner.partition.partitioner import segment_sums
 from megaloom.planner.pipeline import schedules
 from megaloom.planner.search.pricing import Pricer
@@ -96,13 +97,17 @@ def cases(draw: st.DrawFn) -> Case:
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2)]))
     m = pp * draw(st.integers(1, 4)) if vpp > 1 else draw(st.integers(1, 4 * pp))
     mode, layers = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1), ("full", 2)]))
+    dp = draw(st.integers(1, 2))
+    full = ["gradients", "weights"] if dp > 1 and (pp == 1 or not model_structure(g).shared_weights) else []
+    shard = draw(st.sampled_from(["none", "optimizer", *full]))
     x = Layout(
         pp=pp,
         vpp=vpp,
-        dp=draw(st.integers(1, 2)),
+        dp=dp,
         recompute=mode,
         recompute_layers=layers,
-        shard=draw(st.sampled_from(["none", "optimizer"])),
+        shard=shard,
+        reshard=draw(st.sampled_from(["micro-batch", "step"])) if shard == "weights" else "micro-batch",
         micro_batch=draw(st.sampled_from([1, 2, 3])),
         microbatch_group=draw(st.sampled_from([0, m])) if m > pp and vpp > 1 else 0,
     )
@@ -266,7 +271,7 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "step_lower_bound": lambda c: step_lower_bound(c.priced.partition) <= c.priced.seconds * ABOVE,
 }
 NO_BOUNDS = {"price_base_layouts", "too_many_partitions", "in_flight_means"}  # what bounds are made of
-STRUCTURE = {"LowerBounds.extend", "LowerBounds.module_sets", "LowerBounds.worth_recomputing"}
+STRUCTURE = {f"LowerBounds.{name}" for name in ("forward_share", "extend", "module_sets", "worth_recomputing")}
 
 
 def _public() -> Iterator[str]:

@@ -12,7 +12,7 @@ from megaloom.dsl import graph
 from megaloom.planner.bounds.base_costs import price_base_layouts
 from megaloom.planner.bounds.end_of_step import end_of_step_bound
 from megaloom.planner.contract.choices import Overlap, OverlapSet, Shard, default_overlaps
-from megaloom.planner.contract.layout import Layout, switch
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost.cost_cache import CostCache
@@ -21,7 +21,6 @@ from megaloom.planner.cost.profiles.frameworks import OWN
 from megaloom.planner.export.export import export_plan
 from megaloom.planner.export.target import Target
 from megaloom.planner.model.structure import model_structure
-from megaloom.planner.report.tables import layout_table
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.neighbours import neighbours
 from megaloom.planner.search.pricing import Pricer
@@ -39,12 +38,12 @@ CACHE = CostCache(model_structure(graph(MODEL)), PLAN.workload, PLAN.cluster, OW
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Layout:
     """Return a layout with a value of `shard` that no place knows."""
-    value = int.__new__(Shard, 2)
-    value._name_, value._value_ = "WEIGHTS", 2
-    for known, key in ((Shard._member_map_, "WEIGHTS"), (Shard._value2member_map_, 2)):
+    value = int.__new__(Shard, 4)
+    value._name_, value._value_ = "REPLICAS", 4
+    for known, key in ((Shard._member_map_, "REPLICAS"), (Shard._value2member_map_, 4)):
         monkeypatch.setitem(known, key, value)  # type: ignore[misc]
-    monkeypatch.setattr(Shard, "_member_names_", [*Shard._member_names_, "WEIGHTS"])
-    assert [*Shard] == [Shard.NONE, Shard.OPTIMIZER, Shard("weights")]
+    monkeypatch.setattr(Shard, "_member_names_", [*Shard._member_names_, "REPLICAS"])
+    assert [*Shard][-1] == Shard("replicas")
     return evolve(PLAN.layout, shard=value, overlaps=())
 
 
@@ -59,7 +58,6 @@ PLACES: dict[str, Callable[[Layout], object]] = {
     "shards of an expert weight": lambda x: columns(x).expert_shards,
     "Megatron's distributed optimizer": lambda x: x.distributed_optimizer,
     "layout as text": str,
-    "option of the command line": lambda x: switch("shard", x.shard),
     "bytes of state": lambda x: state_bytes(1, 1, x, Precision.BF16),
     "end of step": lambda x: end_of_step(1.0, 0.0, 0.0, x, CACHE.job),
     "bound of the end of step": lambda x: end_of_step_bound(columns(x), COLUMN, COLUMN + 1, COLUMN, CACHE, {}),
@@ -67,7 +65,6 @@ PLACES: dict[str, Callable[[Layout], object]] = {
     "choices of a search": lambda x: shard_choices(True, {"overlaps": OverlapSet([Overlap.WEIGHTS])}),
     "neighbours of a layout": lambda x: [*neighbours(x, Pricer(graph(MODEL), PLAN.cluster, PLAN.workload, OWN), {})],
     "rules": lambda x: violations(evolve(x, overlaps=3), graph(MODEL), PLAN.workload, PLAN.cluster),
-    "report": lambda x: layout_table(evolve(PLAN, layout=x)),
     **{f"export to {t}": lambda x, t=t: exported(x, t) for t in Target},
 }
 
@@ -80,5 +77,5 @@ def exported(x: Layout, target: Target) -> str:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_place_refuses_a_value_that_it_does_not_know(place: str, unknown: Layout) -> None:
-    with pytest.raises(KeyError, match=r"weights|WEIGHTS"):
+    with pytest.raises(KeyError, match=r"replicas|REPLICAS"):
         PLACES[place](unknown)

@@ -61,6 +61,7 @@ def broken(name: str, layout: Layout, seq: int = 1024, batch: int = 64, gpus: in
 
 
 SHARES = {"dp": 2, "shard": "optimizer"}
+FSDP = {"dp": 2, "shard": "weights"}
 WEIGHTS = ("gradients", "weights")
 APART = {"tp": 16, "sequence_parallel": True, "overlaps": ("tensor",)}
 EXPERTS = {"dp": 2, "ep": 2, "overlaps": ("experts",)}
@@ -166,10 +167,23 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
         {"dp": 2, "overlaps": WEIGHTS},
         {},
         "overlap-weights",
-        "add --distributed-optimizer",
+        "use --shard optimizer",
         {"shard": "optimizer"},
     ),
     ("gpt2", SHARES | {"overlaps": WEIGHTS[1:]}, {}, "overlap-weights", "add gradients", {"overlaps": WEIGHTS}),
+    ("gpt2", FSDP | {"dp": 1}, {}, "fsdp-ranks", "use dp 2 or more", {"dp": 2}),
+    ("gpt2", {"dp": 2, "reshard": "step"}, {}, "fsdp-reshard", "use --shard weights", {"shard": "weights"}),
+    ("gpt2", FSDP | {"grad_reduce": "bf16"}, {}, "fsdp-grad-reduce", "use --grad-reduce fp32", {"grad_reduce": "fp32"}),
+    ("gpt2", FSDP | {"overlaps": ()}, {}, "fsdp-overlap", "add gradients and weights", {"overlaps": WEIGHTS}),
+    (
+        "mixtral-8x7b",
+        FSDP | {"ep": 2, "overlaps": (*WEIGHTS, "experts")},
+        {},
+        "fsdp-overlap-experts",
+        "leave experts out",
+        {"overlaps": WEIGHTS},
+    ),
+    ("gpt2", FSDP | {"pp": 2}, {}, "fsdp-shared", "use pp 1", {"pp": 1}),
     (
         "gpt2",
         {"tp": 2, "overlaps": ("tensor",)},
@@ -206,7 +220,7 @@ def test_a_rule_refuses_and_its_fix_works(
 
 def test_every_rule_is_shown_to_refuse() -> None:
     elsewhere = {"tp-kv-heads", "tp-width", "recompute-blocks", "precision"}
-    elsewhere |= {"grad-reduce", "overlap-experts-precision", "sequence-pairs"}
+    elsewhere |= {"fsdp-precision", "grad-reduce", "overlap-experts-precision", "sequence-pairs"}
     assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*RANGE_RULES, *RULES)}
 
 

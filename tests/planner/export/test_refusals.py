@@ -302,7 +302,7 @@ def test_every_field_of_a_layout_is_known_here() -> None:
     """A field that is new must be exported, or refused, before it may be added here."""
     assert {f.name for f in fields(Layout)} == {
         *("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel", "micro_batch"),
-        *("recompute", "recompute_modules", "recompute_layers", "microbatch_group", "shard"),
+        *("recompute", "recompute_modules", "recompute_layers", "microbatch_group", "shard", "reshard"),
         "overlaps",
         "vocab_multiple",
         "grad_reduce",

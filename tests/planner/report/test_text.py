@@ -87,8 +87,8 @@ def example() -> Found:
 
 
 GOLDEN = """\
-  GPUs precision GBS MBS  seq TP PP VP CP EP DP  SP recompute dist-opt   overlap
-8xH100      bf16  64   2 1024  1  2  2  1  1  4 off      none      off gradients
+  GPUs precision GBS MBS  seq TP PP VP CP EP DP  SP recompute shard   overlap
+8xH100      bf16  64   2 1024  1  2  2  1  1  4 off      none  none gradients
 
 s/step (90% interval)  tok/s/GPU  TFLOP/s/GPU    MFU           memory  bubble  exposed comm
       2.500 (2.2-3.2)      3,277          125  12.5%  6.0 of 79.1 GiB   10.0%          0.0%
@@ -115,8 +115,8 @@ rank weights activations total peak at
    1     2.0         4.0   6.0 start of the first backward pass (micro-batch 0)
 
 Next best layouts
-TP PP VP CP EP DP MBS SP recompute dist-opt s/step   MFU GiB difference
- 2  1  1  1  1  4   1 on      full      off  2.625 12.5% 5.5 5.0% slower: tensor-parallel communication +375 ms, pipeline bubble −250 ms
+TP PP VP CP EP DP MBS SP recompute shard s/step   MFU GiB difference
+ 2  1  1  1  1  4   1 on      full  none  2.625 12.5% 5.5 5.0% slower: tensor-parallel communication +375 ms, pipeline bubble −250 ms
 
 Similar layouts that break a rule or do not fit
 layout    cause

@@ -15,6 +15,7 @@ from megaloom.planner.cli.main import main
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.rules.fsdp import FSDP_RULES
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import RULES, violations
 from megaloom.runtime.launch import launcher
@@ -31,7 +32,7 @@ from tests.support.published import sample_runs
 COUNT, SEED = 2000, 20
 # Every drawn precision has a figure. Every drawn model repeats blocks and has built-in ops alone, over one sequence. No
 # drawn layout reduces gradients in bf16, for which the judge, who reduces none, has no answer.
-UNDRAWN = {"precision", "grad-reduce", "recompute-blocks", "sequence-pairs"}
+UNDRAWN = {"precision", "grad-reduce", "recompute-blocks", "sequence-pairs", *(rule.id for rule in FSDP_RULES)}
 
 
 CITED = version("megatron-core").startswith("0.16.")  # the rules cite lines of 0.16.1
