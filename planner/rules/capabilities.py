@@ -199,25 +199,7 @@ def _overlaps_text(case: Case[Layout]) -> Words:
     return f"the runtime does not run `--overlap {named}`", "use `--overlap gradients weights`, or export the plan"
 
 
-def _fsdp(case: Case[L]) -> Truth:
-    holds: Truth = case.layout.fsdp == 0
-    return holds
-
-
-def _fsdp_text(case: Case[Layout]) -> Words:
-    return f"the runtime does not run `--shard {case.layout.shard}`", "use --shard optimizer, or export the plan"
-
-
 RUNTIME_RULES = (
-    Rule(
-        id="fsdp-runtime",
-        sentence="The runtime does not shard gradients or weights over data-parallel ranks.",
-        fix="use --shard optimizer, or export the plan",
-        owner=Owner.RUNTIME,
-        source="it has no wrapper for torch's fully_shard",
-        holds=_fsdp,
-        explain=_fsdp_text,
-    ),
     Rule(
         id="runtime-precision",
         sentence=f"The runtime trains in {TRAINED_TEXT}.",

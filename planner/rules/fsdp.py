@@ -97,19 +97,26 @@ def _overlap_text(case: Case[Layout]) -> Words:
 
 @lru_cache(maxsize=16)
 def _shared_weight(graph: Graph) -> str | None:
-    """Return the name of a weight that several nodes use, or None."""
-    return next(iter(shared_weight_users(graph)), None)
+    """Return the name of a weight that two chunks of one rank may use; None if there is none.
+
+    Nodes before and after all blocks are on different ranks.
+    """
+    blocks = [i for i, n in enumerate(graph.nodes) if n.block is not None] or [0]
+    for name, nodes in shared_weight_users(graph).items():
+        if any(blocks[0] <= graph.index[n.name] <= blocks[-1] for n in nodes):
+            return name
+    return None
 
 
 def _shared(case: Case[L]) -> Truth:
-    holds: Truth = _ddp(case) | (case.layout.pp == 1) | (_shared_weight(case.graph) is None)
+    holds: Truth = _ddp(case) | (case.layout.vpp == 1) | (_shared_weight(case.graph) is None)
     return holds
 
 
 def _shared_text(case: Case[Layout]) -> Words:
     x = case.layout
-    message = f"{_flag(x)} with pp {x.pp}: stages cannot share the weight {_shared_weight(case.graph)!r}"
-    return message, "use pp 1, --shard optimizer, or a model without tied weights"
+    message = f"{_flag(x)} with vpp {x.vpp}: chunks of one rank cannot share the weight {_shared_weight(case.graph)!r}"
+    return message, "use vpp 1, or --shard optimizer"
 
 
 FSDP_RULES = (
@@ -169,10 +176,10 @@ FSDP_RULES = (
     ),
     Rule(
         id="fsdp-shared",
-        sentence=f"With {SHARDS} and several stages, no two nodes share a weight.",
-        fix="use pp 1, --shard optimizer, or a model without tied weights",
+        sentence=f"With {SHARDS} and interleaving, blocks share no weight with other nodes.",
+        fix="use vpp 1, or --shard optimizer",
         owner=Owner.PLANNER,
-        source="torch's fully_shard shards the weights of one unit, and a unit belongs to one stage",
+        source="torch's fully_shard shards the weights of one unit, and a unit belongs to one model chunk",
         holds=_shared,
         explain=_shared_text,
     ),

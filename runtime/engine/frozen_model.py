@@ -19,6 +19,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.megatron.weight_shards import whole_parameter
 from megaloom.runtime.modules.initial_weights import GivenValues
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import SharedGradients, share_between_chunks
@@ -72,7 +73,7 @@ class FrozenModel:
         share_between_chunks([chunk.shared for chunk in part.chunks])
         gather_weights(engine.state.chunks)
         for chunk, trained in zip(part.chunks, engine.model_chunks, strict=True):
-            chunk.load_state_dict(trained.state_dict())
+            _copy_state(trained, chunk)
         return cls._of_part(part)
 
     @classmethod
@@ -126,6 +127,15 @@ class FrozenModel:
                 f"give tensors by name: {', '.join(n.name for n in self.graph.nodes if n.is_input)}"
             )
         return named_samples(batch, self.graph, self.plan.workload.seq, more=True)
+
+
+@torch.no_grad()
+def _copy_state(source: ModelChunk, target: ModelChunk) -> None:
+    """Copy all weights of a model chunk, gathered over data-parallel ranks, to another one. Every rank calls it."""
+    for x, y in zip(source.parameters(), target.parameters(), strict=True):
+        y.copy_(whole_parameter(x))
+    for x, y in zip(source.buffers(), target.buffers(), strict=True):
+        y.copy_(x)
 
 
 def _check_outside(pp: int) -> None:

@@ -5,20 +5,21 @@ They have the names and shapes of `graph(model).weights`, whatever the layout an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch import Tensor
 
 from megaloom.dsl import Node, Slot, UserError
+from megaloom.runtime.megatron.weight_shards import own_rows
 from megaloom.runtime.modules.built_node import BuiltNode
 from megaloom.runtime.modules.initial_weights import given_weight
+from megaloom.runtime.optimizer.optimizer import TrainedChunk
 
 Part = tuple[Tensor, Tensor]  # indices of elements of the weights of a node, and their gradients, one-dimensional
 
@@ -35,9 +36,7 @@ class WeightGradient:
 
 
 @torch.no_grad()
-def gather_gradients(
-    chunks: list[DistributedDataParallel], loss_scale: float = 1.0
-) -> dict[str, WeightGradient] | None:
+def gather_gradients(chunks: Sequence[TrainedChunk], loss_scale: float = 1.0) -> dict[str, WeightGradient] | None:
     """Return the reduced gradients of all trained weights on rank 0, None on other ranks. Every rank calls it.
 
     The gradients in the buffers of DDP are complete afterwards, on all ranks. loss_scale: of fp16, divided out.
@@ -72,7 +71,7 @@ def _batches(nodes: list[Node]) -> Iterator[list[Node]]:
         yield batch
 
 
-def _gather_buckets(chunk: DistributedDataParallel) -> None:
+def _gather_buckets(chunk: TrainedChunk) -> None:
     """Gather the gradients that the distributed optimizer has left on one data-parallel rank each."""
     if not chunk.ddp_config.use_distributed_optimizer:
         return
@@ -88,7 +87,7 @@ def _parts(it: BuiltNode, loss_scale: float) -> list[Part]:
     indices = element_indices(it)
     named = ((name, p) for name, p in it.module.named_parameters() if p.requires_grad)
     return [
-        (indices[name].flatten(), (p.main_grad.float() / loss_scale).flatten().cpu())  # type: ignore[attr-defined]
+        (own_rows(indices[name], p).flatten(), (p.main_grad.float() / loss_scale).flatten().cpu())  # type: ignore[attr-defined]
         for name, p in named
     ]
 
@@ -124,7 +123,7 @@ def _assemble(node: Node, parts: Iterable[Part]) -> Iterable[tuple[str, WeightGr
     """
     count = 1 + sum(map(_numel, node.weights))
     low, high = torch.full((count,), torch.inf), torch.full((count,), -torch.inf)
-    for indices, gradient in parts:
+    for indices, gradient in (part for part in parts if part[0].numel()):
         if int(indices.min()) < 0 or int(indices.max()) >= count:
             raise _no_gradients(node)
         low.scatter_reduce_(0, indices, gradient, "amin")

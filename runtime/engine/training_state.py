@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from attrs import define, field
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -22,7 +21,7 @@ from megaloom.runtime.megatron.optimizer_state import AVERAGE, MODEL, restore_op
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.optimizer.averaged_weights import AveragedWeights
-from megaloom.runtime.optimizer.optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
+from megaloom.runtime.optimizer.optimizer import TrainedChunk, make_optimizer, make_scheduler, share_grad_scaler, wrap
 from megaloom.runtime.optimizer.parameter_groups import ParameterGroup, assign_groups
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.optimizer.weight_update import SharedGradScaler
@@ -35,7 +34,7 @@ class TrainingState:
     """Weights, optimizer, loss scale, schedule, averaged weights, and counts of steps."""
 
     groups: ProcessGroups
-    chunks: list[DistributedDataParallel]
+    chunks: list[TrainedChunk]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     scaler: SharedGradScaler | None  # of fp16
@@ -56,7 +55,7 @@ class TrainingState:
         config, groups = part.config, part.groups
         config.moe_router_bias_update_rate = recipe.bias_update_rate
         assign_groups(part.chunks, parameter_groups)
-        chunks = wrap_in_ddp(part.chunks, config, groups, recipe.ddp_bucket_size)
+        chunks = wrap(part.chunks, config, groups, recipe.ddp_bucket_size)
         optimizer = make_optimizer(recipe, chunks, config, groups, parameter_groups)
         config.grad_scale_func = optimizer.scale_loss
         return cls(

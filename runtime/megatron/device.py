@@ -185,6 +185,7 @@ def _silence_warnings() -> None:
             UserWarning,
             "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
         ),  # for experts
+        (UserWarning, r"FSDP2-wrapped module .* returned a view tensor"),  # nothing overwrites outputs of units
         (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),  # the distributed optimizer's shards
         (FutureWarning, "`load_state_dict` is deprecated"),  # by torch, in dist_checkpointing
         (DeprecationWarning, "The following imports from `dynamic_context.py`"),  # one of its own imports

@@ -6,7 +6,7 @@ states that cross the boundary, packed (see `stage_boundary`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -32,6 +32,7 @@ from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
+from megaloom.runtime.megatron.weight_shards import own_rows, own_values
 from megaloom.runtime.ops.dropout_masks import MaskSource
 
 from . import registry
@@ -86,6 +87,9 @@ class ModelChunk(MegatronModule):
         self.selective = SelectiveNodes.of(nodes, context.groups.layout.recomputed_modules)
         self.nodes = tuple(BuiltNode(n, registry.build_module(n, context), context.groups) for n in nodes)
         self.modules_by_key = nn.ModuleDict({_key(it.node): it.module for it in self.nodes})
+        # They run in place of a node's module and of `run_segment`, where weights are gathered before.
+        self.node_runners: dict[str, nn.Module] = {}
+        self.segment_runners: tuple[Callable[..., tuple[Tensor, ...]], ...] = ()
         for it in self.nodes:
             if isinstance(it.module, Body):
                 it.module.overwrites_logits = _reads_alone(graph, it.node)
@@ -109,11 +113,9 @@ class ModelChunk(MegatronModule):
         if not self.pre_process:
             assert self.received is not None, "the schedule sets the input tensor first"
             values.update(self.begin.unpack(self.received))
-        for segment in self.segments:
-            run = partial(self._run_segment, segment, masks, balancing)
-            reads = (values[name] for name in segment.reads)
-            recompute = segment.recompute and torch.is_grad_enabled()
-            outputs = tensor_parallel.checkpoint(run, False, *reads) if recompute else run(*reads)
+        for i, segment in enumerate(self.segments):
+            run = self.segment_runners[i] if self.segment_runners else partial(self.run_segment, i)
+            outputs = run(*(values[name] for name in segment.reads), masks=masks, balancing=balancing)
             values.update(zip(segment.writes, outputs, strict=True))
         return {name: values[name] for name in self.writes} if self.post_process else self.end.pack(values)
 
@@ -127,20 +129,35 @@ class ModelChunk(MegatronModule):
                 if isinstance(it.module, Body):
                     it.module.overwrites_logits = False
 
-    def _run_segment(
+    def module_of(self, node: Node) -> nn.Module:
+        """Return the module of a node of this chunk."""
+        return self.modules_by_key[_key(node)]
+
+    def run_segment(
+        self, index: int, *reads: Tensor, masks: MaskSource, balancing: Balancing | None
+    ) -> tuple[Tensor, ...]:
+        """Return the values that a segment writes, from those that it reads. Recompute, if any, is inside."""
+        segment = self.segments[index]
+        run = partial(self._run_nodes, segment, masks, balancing)
+        if segment.recompute and torch.is_grad_enabled():
+            outputs: tuple[Tensor, ...] = tensor_parallel.checkpoint(run, False, *reads)
+            return outputs
+        return run(*reads)
+
+    def _run_nodes(
         self, segment: NodeSegment, masks: MaskSource, balancing: Balancing | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the values that a segment writes, from those that it reads."""
+        """Return the values that the nodes of a segment write, from those that it reads."""
         values = dict(zip(segment.reads, inputs, strict=True))
         selective = SelectiveRecompute(self.selective)
         for n, last_reads in zip(segment.nodes, segment.last_reads, strict=True):
-            module = self.modules_by_key[_key(n)]
+            module = self.module_of(n)
             options: dict[str, Any] = {}
             if isinstance(module, Body | HiddenDropout):
                 options["masks"] = masks.of(n.name)
             if isinstance(module, Body | Mixture) and balancing:
                 options["balancing"] = balancing.of(n.name)
-            run = partial(module.__call__, **options)  # recompute runs with the same options
+            run = partial(self.node_runners.get(n.name, module), **options)  # recompute runs with the same options
             out = selective.run(n, run, *(values[name] for name in n.inputs))
             if self.has_frozen and torch.is_grad_enabled() and out.is_floating_point():
                 # Recomputed segments and stages pass gradients on only if what enters them has gradients.
@@ -180,7 +197,7 @@ class ModelChunk(MegatronModule):
         for it in self.nodes:
             for name, tensor in it.tensors.items():
                 if (loaded := state.get(f"{it.node.name}.{name}")) is not None:
-                    tensor.copy_(loaded)
+                    own_values(tensor).copy_(own_rows(loaded, tensor))
 
 
 def losses_of(graph: Graph) -> tuple[str, ...]:
@@ -205,12 +222,13 @@ def _key(node: Node) -> str:
 
 
 def node_segments(nodes: list[Node], outputs: tuple[str, ...], layout: Layout) -> tuple[NodeSegment, ...]:
-    """Return the nodes in segments: one per block with full recompute, else a single one.
+    """Return the nodes in segments: one per block with full recompute or gathered weights, else a single one.
 
     The first `recompute_layers` blocks are recomputed; all, if that is 0.
     """
     full = layout.full_recompute
-    segments = [tuple(g) for _, g in groupby(nodes, key=lambda n: n.block if full else None)]
+    by_block = full or layout.fsdp
+    segments = [tuple(g) for _, g in groupby(nodes, key=lambda n: n.block if by_block else None)]
     blocks = [segment[0].block for segment in segments if segment[0].block is not None]
     recomputed = set(blocks[: layout.recompute_layers or None]) if full else set()
     out = []

@@ -96,14 +96,14 @@ class SharedUses:
 
 @frozen(eq=False)
 class SharedGradients:
-    """The parameters of this rank that other pipeline ranks have copies of, each with the group of these ranks."""
+    """The uses of this rank of weights that other pipeline ranks have copies of, each with the group of these ranks."""
 
-    parameters: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
+    uses: tuple[tuple[SharedUse, dist.ProcessGroup], ...]
 
     def sum(self) -> None:
         """Add up the gradients of all copies. Every rank calls it, after the gradients are reduced over dp."""
-        for p, group in self.parameters:
-            dist.all_reduce(p.main_grad, group=group)  # type: ignore[attr-defined]
+        for use, group in self.uses:
+            dist.all_reduce(use.tensor.main_grad, group=group)  # type: ignore[attr-defined]
 
 
 def share_between_chunks(chunks: Sequence[SharedUses]) -> None:
@@ -134,15 +134,15 @@ def share_between_ranks(
     users = ((name, nodes) for name, nodes in shared_weight_users(graph).items() if graph.weights[name].trained)
     ranks_of = {name: pipeline_ranks(graph, nodes, stages) for name, nodes in users}
     made = {ranks: _group_of(ranks, groups) for ranks in groups_of_copies(ranks_of.values(), groups.layout.pp)}
-    parameters = []
+    uses = []
     for name, ranks in ranks_of.items():
         group = made[ranks] if ranks in made else groups.of_axis("pp")
         if len(ranks) > 1 and group is not None:
             p = own[name].tensor
             assert isinstance(p, nn.Parameter)
             p.shared_embedding, p.shared = True, not own[name].is_owner  # type: ignore[attr-defined]
-            parameters.append((p, group))
-    return SharedGradients(tuple(parameters))
+            uses.append((own[name], group))
+    return SharedGradients(tuple(uses))
 
 
 def pipeline_ranks(graph: Graph, nodes: Iterable[Node], stages: Iterable[Stage]) -> tuple[int, ...]:

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 
 import torch
 from attrs import define
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 
 from megaloom.runtime.megatron.optimizer_state import optimizers_of, parameter_states
 
-from .optimizer import gather_weights
+from .optimizer import TrainedChunk, gather_weights
 
 
 @define(eq=False)
@@ -23,11 +22,11 @@ class AveragedWeights:
 
     decay: float
     optimizer: MegatronOptimizer
-    chunks: list[DistributedDataParallel]
+    chunks: list[TrainedChunk]
     values: dict[int, Tensor]  # by identity of the master weight
 
     @classmethod
-    def of(cls, optimizer: MegatronOptimizer, chunks: list[DistributedDataParallel], decay: float) -> AveragedWeights:
+    def of(cls, optimizer: MegatronOptimizer, chunks: list[TrainedChunk], decay: float) -> AveragedWeights:
         """Return averages that start at the present weights."""
         masters = _masters(optimizer)
         return cls(decay, optimizer, chunks, {id(master): master.detach().clone() for master in masters})

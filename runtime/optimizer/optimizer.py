@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -29,21 +30,42 @@ from megaloom.runtime.modules.model_chunk import ModelChunk
 
 from .parameter_groups import ParameterGroup, group_overrides
 from .recipe import Recipe, Schedule
+from .sharded_chunk import ShardedChunk
 from .weight_update import SharedGradScaler
 
 ENDLESS = 2**62
 """Last step of a schedule that has none."""
 
 
-def wrap_in_ddp(
+TrainedChunk: TypeAlias = DistributedDataParallel | ShardedChunk
+"""A model chunk that training runs: it holds gradients, and reduces them over data-parallel ranks."""
+
+
+def wrap(
     model_chunks: list[ModelChunk], config: TransformerConfig, groups: ProcessGroups, bucket_size: int | None = None
-) -> list[DistributedDataParallel]:
+) -> list[TrainedChunk]:
+    """Wrap model chunks in DDP, or shard their weights, and tell the schedules when gradients are reduced.
+
+    bucket_size: gradients that DDP reduces at once; None for megatron-core's default.
+    """
+    if groups.layout.fsdp:
+        chunks: list[TrainedChunk] = [ShardedChunk(config, c, groups) for c in model_chunks]
+    else:
+        chunks = _in_ddp(model_chunks, config, groups, bucket_size)
+    no_sync = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return chunks
+
+
+def _in_ddp(
+    model_chunks: list[ModelChunk], config: TransformerConfig, groups: ProcessGroups, bucket_size: int | None
+) -> list[TrainedChunk]:
     """Wrap model chunks in DDP, with gradients in contiguous buffers that are reduced bucket by bucket.
 
     The buffers have the layout's format of gradients, fp32 or bf16. With overlapped reduction, a bucket is reduced as
     soon as the last micro-batch has filled it; `config.no_sync_func` tells the schedules to hold it back before. With
     overlapped weight gathering, each module waits for its own weights before it runs: in training, in evaluation, and
-    after a load. bucket_size: gradients of a bucket; None for megatron-core's default.
+    after a load.
     """
     ddp_config = _ddp_config(groups.layout, bucket_size)
     chunks = [
@@ -56,8 +78,6 @@ def wrap_in_ddp(
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
         # The schedules start the gather for a chunk while they run the chunk before it.
         config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
-    no_sync = [chunk.no_sync for chunk in chunks]
-    config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return chunks
 
 
@@ -84,7 +104,7 @@ def _wait_for_weights(chunk: DistributedDataParallel, module: nn.Module, _: Any)
         group.finish_param_sync(skip_next_bucket_dispatch=chunk.ddp_config.align_param_gather)
 
 
-def gather_weights(chunks: list[DistributedDataParallel]) -> None:
+def gather_weights(chunks: Sequence[TrainedChunk]) -> None:
     """Gather the weights that the distributed optimizer has updated, if a gather is pending. Every rank calls it."""
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
@@ -93,13 +113,14 @@ def gather_weights(chunks: list[DistributedDataParallel]) -> None:
 
 def make_optimizer(
     recipe: Recipe,
-    chunks: list[DistributedDataParallel],
+    chunks: Sequence[TrainedChunk],
     config: TransformerConfig,
     groups: ProcessGroups,
     parameter_groups: Sequence[ParameterGroup] = (),
 ) -> MegatronOptimizer:
     """Return AdamW on fp32 master weights, its state sharded over data-parallel ranks if the layout says so."""
     use_foreach_kernels()
+    sharded = groups.layout.fsdp  # then the shards are fp32, so they are master weights
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -110,9 +131,9 @@ def make_optimizer(
             adam_beta2=recipe.beta2,
             adam_eps=recipe.eps,
             clip_grad=recipe.clip_grad,
-            bf16=config.bf16,
+            bf16=config.bf16 and not sharded,
             fp16=config.fp16,
-            params_dtype=config.params_dtype,
+            params_dtype=torch.float32 if sharded else config.params_dtype,
             use_distributed_optimizer=groups.layout.distributed_optimizer,
             overlap_param_gather=any(chunk.use_forward_hook for chunk in chunks),
         ),
@@ -127,6 +148,9 @@ def make_optimizer(
         use_gloo_process_groups=False,
     )
     fuse_steps(optimizer)
+    if sharded:
+        for one in optimizers_of(optimizer):  # the squares of all ranks are added, of dp too
+            one.grad_stats_parallel_group = dist.group.WORLD
     return optimizer
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.optimizer_state import optimizers_of
+from megaloom.runtime.megatron.weight_shards import own_values
 from megaloom.runtime.modules.model_chunk import ModelChunk
 
 from .recipe import Recipe
@@ -131,7 +132,7 @@ def _bad_gradients(chunks: Iterable[ModelChunk]) -> Iterator[NonFiniteValue]:
         for node, module in chunk.node_modules():
             order = chunk.graph.index[node.name]
             for name, p in module.named_parameters():
-                if not _is_finite(p):
+                if not _is_finite(own_values(p)):
                     yield NonFiniteValue(order, rank, f"{node.name}: the parameter {name} is not finite")
                 elif (gradient := getattr(p, "main_grad", None)) is not None and not _is_finite(gradient):
                     yield NonFiniteValue(2 * nodes - order, rank, f"{node.name}: the gradient of {name} is not finite")
@@ -151,7 +152,7 @@ def _output_hooks(chunks: Iterable[ModelChunk], report: Callable[[NonFiniteValue
 
     def check(order: int, name: str, module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor) and not _is_finite(output):
-            parameter = next((k for k, p in module.named_parameters() if not _is_finite(p)), None)
+            parameter = next((k for k, p in module.named_parameters() if not _is_finite(own_values(p))), None)
             reason = "its output is not finite" if parameter is None else f"the parameter {parameter} is not finite"
             report(NonFiniteValue(2 * order + (parameter is None), dist.get_rank(), f"{name}: {reason}"))
 

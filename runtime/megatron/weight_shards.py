@@ -1,0 +1,52 @@
+"""The part of a parameter that this rank holds: all of it, or with FSDP the rows of its shard.
+
+A sharded parameter has an attribute `row_shard`. So the optimizer, the norm of the gradients and checkpoints read plain
+tensors, whichever class the parameter of a module has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+
+@frozen(eq=False)
+class RowShard:
+    """The rows [start, stop) of a parameter, which this rank holds. The other ranks of the group hold the rest."""
+
+    whole: nn.Parameter  # that of the module
+    values: nn.Parameter  # a plain tensor [rows ..] in the memory of the shard; the optimizer updates it
+    start: int
+    stop: int
+    group: dist.ProcessGroup
+
+
+def row_shard(p: Tensor) -> RowShard | None:
+    """Return the shard of a parameter that this rank holds; None if it holds the whole parameter.
+
+    p: the parameter of a module, or the plain tensor of its rows.
+    """
+    found: RowShard | None = getattr(p, "row_shard", None)
+    return found
+
+
+def own_values(p: Tensor) -> Tensor:
+    """Return the elements of a parameter that this rank holds, as a plain tensor."""
+    shard = row_shard(p)
+    return p if shard is None else shard.values
+
+
+def own_rows(x: Tensor, p: Tensor) -> Tensor:
+    """Return those rows of a tensor of a parameter's shape which this rank holds of the parameter."""
+    shard = row_shard(p)
+    return x if shard is None else x[shard.start : shard.stop]
+
+
+def whole_parameter(p: Tensor) -> Tensor:
+    """Return the whole parameter, as a plain tensor. All ranks that hold a part of it call this."""
+    sharded: Any = p
+    whole: Tensor = p if row_shard(p) is None else sharded.full_tensor()
+    return whole

@@ -1,0 +1,193 @@
+"""The units of a model chunk that FSDP gathers and frees together.
+
+A unit is a segment of the chunk: what a block has of its nodes here, and what lies before and after the blocks.
+Segments that share a parameter are one unit, gathered from the first to the last of them. Inside are units of a node:
+weights of experts, which other ranks share, and weights of another type than the model computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megaloom.dsl import UserError
+from megaloom.planner.contract.choices import Reshard, Shard
+from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.megatron.weight_shards import RowShard
+from megaloom.runtime.modules.model_chunk import ModelChunk
+
+
+class SegmentUnit(nn.Module):
+    """A segment of a model chunk, as a module that holds the modules of its nodes."""
+
+    def __init__(self, chunk: ModelChunk, index: int, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.index = index
+        object.__setattr__(self, "chunk", chunk)  # not a part of its own part
+
+    def forward(self, *reads: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = self.chunk.run_segment(self.index, *reads, **options)
+        return outputs
+
+
+class NodeUnit(nn.Module):
+    """A node with weights that are gathered over other ranks, or in another type, than those of its segment."""
+
+    def __init__(self, module: nn.Module, runner: nn.Module) -> None:
+        super().__init__()
+        self.module, self.runner = module, runner  # the runner is the module, or another such unit of it
+
+    def forward(self, *inputs: Tensor, **options: Any) -> Tensor:
+        out: Tensor = self.runner(*inputs, **options)
+        return out
+
+
+class ShardedUnits(nn.Module):
+    """All units of a model chunk, which share streams and prefetch one another. `fully_shard` adds methods."""
+
+    def __init__(self, chunk: ModelChunk, segments: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.segments = nn.ModuleList(segments)
+        object.__setattr__(self, "chunk", chunk)
+
+    def forward(self, **inputs: Any) -> Tensor | dict[str, Tensor]:
+        out: Tensor | dict[str, Tensor] = self.chunk(**inputs)
+        return out
+
+    def sharded_units(self) -> Iterator[FSDPModule]:
+        """Yield the units that have weights."""
+        yield from (m for m in self.modules() if isinstance(m, FSDPModule) and m is not self)
+
+
+def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) -> ShardedUnits:
+    """Shard the weights of a model chunk over its data-parallel ranks, unit by unit, and let it run by units.
+
+    compute: the type of gathered weights. Trained shards are fp32, the master weights.
+    """
+    _check_sharing(chunk)
+    attributes = {name: dict(vars(p)) for name, p in chunk.named_parameters()}
+    sharding = _Sharding.of(groups, compute)
+    segments = [_segment_unit(chunk, i, sharding) for i in range(len(chunk.segments))]
+    for members in _sharing_parameters(segments):
+        sharding.apply(members, sharding.usual, keeps=chunk.post_process and segments[-1] in members)
+    root = ShardedUnits(chunk, segments)
+    fully_shard(root, mesh=sharding.dense)
+    root.set_reshard_after_backward(sharding.frees)
+    for unit in root.sharded_units():
+        unit.set_gradient_divide_factor(1.0)  # the loss is a sum over tokens, so gradients are summed
+        unit.set_force_sum_reduction_for_comms(True)
+    for name, p in chunk.named_parameters():
+        _note_shard(p, attributes[name], groups)
+    chunk.segment_runners = tuple(segments)
+    return root
+
+
+@frozen
+class _Kind:
+    """Weights that one unit may hold: they have the same copies, and are gathered in the same type."""
+
+    of_experts: bool
+    dtype: torch.dtype  # of gathered weights: that which their module gave them
+
+    @classmethod
+    def of(cls, p: nn.Parameter) -> _Kind:
+        """Return the kind of a parameter that is not sharded yet."""
+        return cls(not getattr(p, "allreduce", True), p.dtype)
+
+
+@frozen(eq=False)
+class _Sharding:
+    """The meshes of dense weights and of experts, and how units are gathered and freed."""
+
+    dense: DeviceMesh
+    experts: DeviceMesh
+    usual: _Kind  # of the weights of segments: dense ones, in the type in which the model computes
+    frees: bool  # gathered weights are freed after each pass of a micro-batch, not at the end of the step
+
+    @classmethod
+    def of(cls, groups: ProcessGroups, compute: torch.dtype) -> _Sharding:
+        """Return the sharding of a layout."""
+        kind, layout = device.current().type, groups.layout
+        dense, experts = (DeviceMesh.from_group(g, kind) for g in (groups.collection.dp_cp, groups.collection.expt_dp))
+        usual = _Kind(of_experts=False, dtype=compute)
+        return cls(dense, experts, usual, layout.shard is Shard.WEIGHTS and layout.reshard is Reshard.MICRO_BATCH)
+
+    def other_kinds(self, module: nn.Module) -> list[_Kind]:
+        """Return the kinds of the weights of a module that are not sharded yet, without the usual kind."""
+        found = dict.fromkeys(_Kind.of(p) for p in module.parameters() if not isinstance(p, DTensor))
+        return [kind for kind in found if kind != self.usual]
+
+    def apply(self, modules: list[nn.Module], kind: _Kind, *, keeps: bool = False) -> None:
+        """Make one unit of modules, of their weights of one kind.
+
+        keeps: the backward pass follows at once, so the weights stay gathered in between.
+        """
+        parameters = dict.fromkeys(p for m in modules for p in m.parameters())
+        own = [p for p in parameters if not isinstance(p, DTensor) and _Kind.of(p) == kind]
+        for p in own:
+            p.data = (p.data.float() if p.requires_grad else p.data).contiguous()
+        if own:
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                mesh=self.experts if kind.of_experts else self.dense,
+                reshard_after_forward=self.frees and not keeps,
+                mp_policy=MixedPrecisionPolicy(kind.dtype, torch.float32, cast_forward_inputs=False),
+                ignored_params=parameters.keys() - own,
+            )
+
+
+def _check_sharing(chunk: ModelChunk) -> None:
+    """Raise UserError if a model chunk computes with a parameter of another chunk."""
+    own = {id(p) for p in chunk.parameters()}
+    for name, uses in chunk.shared.by_weight.items():
+        if isinstance(uses[0].tensor, nn.Parameter) and id(uses[0].tensor) not in own:
+            raise UserError(
+                f"two chunks of one pipeline rank use the weight {name!r}, which cannot be sharded over data-parallel "
+                "ranks then\nuse --vpp 1, or --shard optimizer"
+            )
+
+
+def _segment_unit(chunk: ModelChunk, index: int, sharding: _Sharding) -> SegmentUnit:
+    """Return a segment as a module. Its weights that are not of the usual kind are sharded, in units of their nodes."""
+    modules = [chunk.module_of(n) for n in chunk.segments[index].nodes]
+    outer = list(modules)
+    for n, module in zip(chunk.segments[index].nodes, modules, strict=True):
+        for kind in sharding.other_kinds(module):
+            outer.append(unit := NodeUnit(module, chunk.node_runners.get(n.name, module)))
+            sharding.apply([unit], kind)
+            chunk.node_runners[n.name] = unit
+    return SegmentUnit(chunk, index, outer)
+
+
+def _sharing_parameters(modules: list[SegmentUnit]) -> Iterator[list[nn.Module]]:
+    """Yield the modules in groups: those that share parameters, directly or through others, are in one."""
+    groups: list[tuple[set[nn.Parameter], list[nn.Module]]] = []
+    for module in modules:
+        parameters, members = set(module.parameters()), list[nn.Module]([module])
+        for group in [g for g in groups if g[0] & parameters]:
+            groups.remove(group)
+            parameters, members = parameters | group[0], [*group[1], *members]
+        groups.append((parameters, members))
+    yield from (members for _, members in groups)
+
+
+def _note_shard(p: nn.Parameter, attributes: dict[str, Any], groups: ProcessGroups) -> None:
+    """Give a sharded parameter, and the plain tensor of its rows, the attributes that the whole one had."""
+    of_expert = not attributes.get("allreduce", True)
+    group = groups.collection.expt_dp if of_expert else groups.collection.dp_cp
+    rows = -(-len(p) // group.size())
+    start = min(group.rank() * rows, len(p))
+    assert isinstance(p, DTensor)
+    values = nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
+    shard = RowShard(p, values, start, start + len(values), group)
+    for tensor in (p, values):
+        vars(tensor).update(attributes, row_shard=shard)
