@@ -15,6 +15,7 @@ from megaloom.runtime.weights.random_values import (
     RandomKey,
     normal_values,
     philox,
+    signed,
     uniform_values,
     upper_quantiles,
 )
@@ -40,17 +41,17 @@ def normal(*sizes: int) -> Tensor:
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]) -> None:
     """In integers of numpy, as processors run it, and in those of torch, as GPUs do."""
-    arrays = [np.array([x], np.uint64) for x in counter]
-    tensors = [torch.tensor([x]) for x in counter]
-    assert tuple(int(x[0]) & LOW_BITS for x in philox((*arrays,), key)) == words
+    tensors = [torch.tensor([signed(x)], dtype=torch.int32) for x in counter]
+    arrays = [x.numpy() for x in tensors]
     assert tuple(int(x) & LOW_BITS for x in philox((*tensors,), key)) == words
+    assert tuple(int(x[0]) & LOW_BITS for x in philox((*arrays,), key)) == words
 
 
 def test_element_i_has_word_i_of_the_stream() -> None:
-    counter = tuple(np.array(x, np.uint64) for x in ([0, 1, 2], [0] * 3, *([c] * 3 for c in KEY.upper)))
-    words = np.stack([x & np.uint64(LOW_BITS) for x in philox(counter, KEY.key)], -1).astype(np.uint32).view(np.int32)
+    rows = [0, 1, 2], [0] * 3, *([signed(c)] * 3 for c in KEY.upper)
+    words = torch.stack(philox((*(torch.tensor(x, dtype=torch.int32) for x in rows),), KEY.key), -1)
     uniform = uniform_values(KEY, (11,), (range(11),), CPU)
-    assert torch.equal(uniform, torch.from_numpy(words).flatten()[:11] / 2.0**31)
+    assert torch.equal(uniform, words.flatten()[:11] / 2.0**31)
 
 
 def test_a_box_is_a_slice_of_the_whole() -> None:
