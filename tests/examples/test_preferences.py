@@ -108,7 +108,7 @@ def trained(it: Any, loss_of: Callable[[int], Step], lr: float) -> list[dict[str
 
 
 def dpo_by_transformers() -> list[dict[str, float]]:
-    it, reference = (theirs(dpo.policy()) for _ in range(2))
+    it, reference = (theirs(dpo.policy()).double() for _ in range(2))  # it has sums of large terms
 
     def of_answers(model: Any, batch: dict[str, Tensor]) -> Tensor:
         log_probs = model(input_ids=batch["tokens"]).logits.log_softmax(-1)
