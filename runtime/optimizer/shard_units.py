@@ -17,12 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megaloom.dsl import UserError
+from megaloom.dsl import Embed, Positions, UserError
 from megaloom.planner.contract.choices import Reshard, Shard
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.weight_shards import RowShard
 from megaloom.runtime.modules.model_chunk import ModelChunk
+
+LOOKUPS = (Embed, Positions)
 
 
 class SegmentUnit(nn.Module):
@@ -32,6 +34,10 @@ class SegmentUnit(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.index = index
+        holders = [n for n in chunk.segments[index].nodes if n.weights]
+        self.only_looks_up = all(
+            isinstance(n.op, LOOKUPS) for n in holders
+        )  # rows of tables: gradients read no weights
         object.__setattr__(self, "chunk", chunk)  # not a part of its own part
 
     def forward(self, *reads: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -85,6 +91,7 @@ def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) 
     for unit in root.sharded_units():
         unit.set_gradient_divide_factor(1.0)  # the loss is a sum over tokens, so gradients are summed
         unit.set_force_sum_reduction_for_comms(True)
+        unit.set_unshard_in_backward(not (isinstance(unit, SegmentUnit) and unit.only_looks_up))
     for name, p in chunk.named_parameters():
         _note_shard(p, attributes[name], groups)
     chunk.segment_runners = tuple(segments)
