@@ -74,6 +74,7 @@ parity: .venv  ## slow campaigns: golden predictions, built plans, brute force, 
 	$(BIN)/python benchmarks/built.py
 	MEGALOOM_INSTANCES=500 $(BIN)/python -m pytest -n0 --timeout 0 tests/planner/search/test_brute_force.py
 	$(BIN)/python -m tests.support.parity.family_table
+	$(BIN)/python -m tests.support.parity.shard_table
 	$(BIN)/python -m tests.support.parity.own_op_cases
 	$(BIN)/python -m tests.support.parity.drawn
 

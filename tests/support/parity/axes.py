@@ -7,7 +7,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from megaloom.dsl import MoE, graph
-from megaloom.planner.contract.choices import Recompute, Shard
+from megaloom.planner.contract.choices import Recompute, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
@@ -38,7 +38,10 @@ OF_LAYOUT: dict[str, Callable[[Layout], bool]] = {
     "ep": lambda x: x.ep > 1,
     "etp": lambda x: x.etp > 1,
     "sp": lambda x: bool(x.sequence_parallel),
-    "shard": lambda x: x.shard is Shard.OPTIMIZER,
+    "shard optimizer": lambda x: x.shard is Shard.OPTIMIZER,
+    "shard gradients": lambda x: x.shard is Shard.GRADIENTS,
+    "shard weights": lambda x: x.shard is Shard.WEIGHTS,
+    "reshard step": lambda x: x.reshard is Reshard.STEP,
     "recompute full": lambda x: x.recompute is Recompute.FULL,
     "recompute selective": lambda x: x.recompute is Recompute.SELECTIVE,
     "worlds of 3 or 6": lambda x: x.world % 3 == 0,

@@ -23,13 +23,14 @@ from attrs import evolve, fields, frozen
 
 from megaloom.dsl import Graph, Model, MoE, graph
 from megaloom.planner import violations
-from megaloom.planner.contract.choices import Module, Overlap, Recompute
+from megaloom.planner.contract.choices import Module, Overlap, Recompute, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.capabilities import runtime_violations, untrainable
 from megaloom.planner.rules.divisors import divisors
+from megaloom.planner.rules.shared_weights import shared_weight_users
 from megaloom.planner.search.search import plan
 from tests.support.parity.axes import AXES, WANTED
 from tests.support.parity.families import FAMILIES, SEQ
@@ -44,6 +45,7 @@ DRAWS = 500
 ATTEMPTS = 400  # layouts tried for one family before another is drawn
 POOL = 14  # draws that one set of processes runs
 FACTORS = {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 2, 2)}  # of the numbers of processes
+SHARDS = (Shard.NONE, Shard.OPTIMIZER, Shard.GRADIENTS, Shard.WEIGHTS, Shard.WEIGHTS)  # a third of all draws has FSDP
 WORLDS = (1, 2, 2, 3, 4, 4, 4, 4, 4, 4, 6, 8, 8)
 SPARSE = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v2", "deepseek-v3", "deepseek-v3-mtp") * 2
 EXPERTS_OF_TWINS = ("two_mixtures", "corrected_sizes") * 2
@@ -134,6 +136,11 @@ def drawn_layout(draw: Random, world: int, g: Graph, wishes: Wishes) -> Layout:
     recompute = draw.choice([Recompute.NONE, Recompute.SELECTIVE, Recompute.SELECTIVE, Recompute.FULL])
     modules = draw.sample(list(Module), draw.randint(0, 2)) if recompute is Recompute.SELECTIVE else []
     overlaps = [o for o in (Overlap.GRADIENTS, Overlap.WEIGHTS) if draw.random() < (0.4 if dp * cp > 1 else 0)]
+    shard, reshard = draw.choice(SHARDS if dp * cp > 1 else SHARDS[:2]), Reshard.MICRO_BATCH
+    if shard is Shard.WEIGHTS:
+        reshard = draw.choice(list(Reshard))
+    if shard in (Shard.GRADIENTS, Shard.WEIGHTS):
+        overlaps = [Overlap.GRADIENTS, Overlap.WEIGHTS]
     rest = tp * cp * dp
     etp = draw.choice(divisors(rest)[1:] or (1,)) if sparse and wishes.etp else 1
     return Layout(
@@ -146,7 +153,8 @@ def drawn_layout(draw: Random, world: int, g: Graph, wishes: Wishes) -> Layout:
         recompute=recompute,
         recompute_modules=modules,
         recompute_layers=draw.choice([0, 0, 1]) if recompute is Recompute.FULL else 0,
-        shard=draw.choice(["none", "optimizer"]),
+        shard=shard,
+        reshard=reshard,
         overlaps=overlaps,
         vocab_multiple=draw.choice([1, 8, 128]),
     )
@@ -198,6 +206,8 @@ def priced(model: Model, layout: Layout, load: Workload, draw: Random | None = N
     best = plan(model, cluster(f"{layout.world}x{device}"), load, ref=g.name, fixed=fixed).best
     if draw is None or layout.pp == 1 or draw.random() < 0.7:
         return best
+    if layout.fsdp and layout.vpp > 1 and shared_weight_users(g):
+        return best  # which has a shared table on two ranks
     cuts = sorted(draw.sample(g.cut_points, len(best.stages) - 1))
     borders = pairwise((0, *cuts, len(g.nodes)))
     return evolve(

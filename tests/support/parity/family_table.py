@@ -154,15 +154,15 @@ def _cell(r: Result) -> str:
     return "error" if r.error else f"{r.gradient_error:.0e} / {r.loss_error:.0e}"
 
 
-def update(text: str, page: Path = PAGE) -> None:
-    """Write the rows of a table into the page. Families that it lacks keep their rows."""
-    before, rest = page.read_text().split(BEGIN)
-    old, after = rest.split(END)
+def update(text: str, page: Path = PAGE, begin: str = BEGIN, end: str = END) -> None:
+    """Write the rows of a table into the page, between two marks. Families that it lacks keep their rows."""
+    before, rest = page.read_text().split(begin)
+    old, after = rest.split(end)
     head, rows = text.splitlines()[:2], {}
     for line in (*old.strip().splitlines()[2:], *text.splitlines()[2:]):
         rows[line.split("|")[1].strip()] = line
     table = "\n".join((*head, *(rows[family] for family in FAMILIES if family in rows)))
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    page.write_text(f"{before}{begin}\n{table}\n{end}{after}")
 
 
 def main() -> int:
