@@ -1,5 +1,7 @@
-"""Write a plan as the configuration file of Accelerate's Megatron-LM plugin, for `accelerate launch --config_file`.
+"""Write a plan as Accelerate's configuration file, for `accelerate launch --config_file`.
 
+A plan with sharded gradients or weights becomes one for FSDP (see `accelerate_fsdp`), any other one for Accelerate's
+Megatron-LM plugin.
 The plugin takes from a model only its numbers of layers, channels, heads, positions and tokens. All else is
 Megatron-LM's default, which is GPT-2, so every other model is refused: a Llama would train with GELU, a feed-forward
 of 4 × hidden channels, LayerNorm and tied embeddings.
@@ -21,6 +23,7 @@ from megaloom.planner.contract.layout import VOCAB_MULTIPLE, Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 
+from .accelerate_fsdp import fsdp_notes, fsdp_table
 from .decoder import DecoderModel, read_decoder
 from .megatron_lm import GRADIENTS_IN_BF16, OVERLAP_OPTIONS
 from .quoting import title
@@ -34,25 +37,32 @@ MIXED_PRECISION = {Precision.FP32: "no", Precision.BF16: "bf16", Precision.FP16:
 
 def config_yaml(plan: Plan, graph: Graph) -> str:
     """Return a plan as Accelerate's YAML file. Raises UserError that names what no key expresses."""
-    precision, model = plan.workload.precision, read_decoder(graph, Target.ACCELERATE)
+    precision, fsdp = plan.workload.precision, plan.layout.fsdp
     if precision not in MIXED_PRECISION:
         refuse(Target.ACCELERATE, f"precision {precision}", f"plan with --precision {' or '.join(MIXED_PRECISION)}")
-    _check_model(model)
-    _check_layout(plan.layout)
+    table = fsdp_table(plan) if fsdp else _megatron_table(plan, graph)
+    notes = fsdp_notes(plan) if fsdp else _other_arguments(plan.layout)
     nodes, per_node = machines(plan.cluster)
-    keys = "".join(f"  megatron_lm_{key}: {_yaml(value)}\n" for key, value in _keys(plan, model, graph))
     address = "machine_rank: 0  # its number on each machine\nmain_process_ip: MACHINE_0\nmain_process_port: 29500\n"
     return f"""{title(plan, graph.name)}\
 # For Accelerate 1.15.0. Your script provides the model, sequences of {plan.workload.seq} tokens, and micro-batches
 # (per_device_train_batch_size) of {plan.layout.micro_batch}.
-{_other_arguments(plan.layout)}compute_environment: LOCAL_MACHINE
-distributed_type: MEGATRON_LM
+{notes}compute_environment: LOCAL_MACHINE
+distributed_type: {"FSDP" if fsdp else "MEGATRON_LM"}
 mixed_precision: '{MIXED_PRECISION[precision]}'
 num_machines: {nodes}
 num_processes: {nodes * per_node}
 {address if nodes > 1 else ""}use_cpu: false
-megatron_lm_config:
-{keys}"""
+{table}"""
+
+
+def _megatron_table(plan: Plan, graph: Graph) -> str:
+    """Return the keys of the Megatron-LM plugin. Raises UserError that names what they do not express."""
+    model = read_decoder(graph, Target.ACCELERATE)
+    _check_model(model)
+    _check_layout(plan.layout)
+    keys = "".join(f"  megatron_lm_{key}: {_yaml(value)}\n" for key, value in _keys(plan, model, graph))
+    return f"megatron_lm_config:\n{keys}"
 
 
 def _other_arguments(x: Layout) -> str:

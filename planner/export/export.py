@@ -25,7 +25,7 @@ def cut_for(target: Target, plan: Plan, model: Model) -> Plan:
     A Slurm job that runs `megaloom train` takes any stages. Raises UserError if the model has fewer layers than the
     plan has stages, or if stages of whole layers do not fit the memory.
     """
-    if _trains_here(target, plan):
+    if _trains_here(target, plan) or plan.layout.pp == 1:
         return plan
     from megaloom.dsl.graph import graph
 
@@ -52,8 +52,6 @@ def export_plan(plan: Plan, model: Model, target: Target, path: str = "plan.json
             raise UserError(f"the {target.program} job would run `megaloom train`, which cannot run this plan: {limit}")
         return _launch_file(target)(plan, g.name, path)
     with _runtime_limits_named(plan, g):
-        if plan.layout.fsdp:
-            refuse(target, f"--shard {plan.layout.shard}: exports do not write it", "use --shard optimizer")
         return _writer(target)(plan, g)
 
 

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 
 from megaloom.dsl import Graph
 from megaloom.planner.contract.choices import GradReduce, Overlap, Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 
-from .decoder import read_decoder
+from .decoder import DecoderModel, read_decoder
+from .megatron_fsdp import CHECKPOINTS, STRATEGIES, on_meta_device
 from .megatron_lm import megatron_options
 from .target import Target, refuse
 from .whole_layers import equal_layers, pipeline_layout, recomputed_layers, stage_layers
@@ -68,14 +70,16 @@ def _pairs(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
         what = f"{plan.layout.grad_reduce} gradients: its named recipes of mixed precision reduce gradients in fp32"
         refuse(Target.MEGATRON_BRIDGE, what, "use `megaloom export --to megatron-lm`, or plan with --grad-reduce fp32")
     options = {one.name: one.values for one in megatron_options(plan, graph, Target.MEGATRON_BRIDGE).model}
+    model = read_decoder(graph, Target.MEGATRON_BRIDGE)
     yield from ((f"model.{key}", options[name][0]) for name, key in MODEL_KEYS.items() if name in options)
     yield "dataset.seq_length", plan.workload.seq
     yield from ((f"model.{key}", value) for key, value in _layout(plan, graph))
     yield "train.micro_batch_size", plan.layout.micro_batch
     yield "train.global_batch_size", plan.workload.batch
     x, copies = plan.layout, plan.layout.dp * plan.layout.cp
-    yield "ddp.use_distributed_optimizer", x.distributed_optimizer
-    yield "optimizer.use_distributed_optimizer", x.distributed_optimizer
+    yield "ddp.use_distributed_optimizer", bool(x.shard)
+    yield "optimizer.use_distributed_optimizer", bool(x.shard)
+    yield from _fsdp(x, model)
     yield "ddp.overlap_grad_reduce", copies > 1 and x.has_overlap(Overlap.GRADIENTS)
     yield "ddp.overlap_param_gather", copies > 1 and x.has_overlap(Overlap.WEIGHTS)
     if x.sequence_parallel:
@@ -83,6 +87,19 @@ def _pairs(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
     if x.ep > 1:
         yield "comm_overlap.overlap_moe_expert_parallel_comm", x.has_overlap(Overlap.EXPERTS)
     yield "mixed_precision", RECIPES[plan.workload.precision]
+
+
+def _fsdp(x: Layout, m: DecoderModel) -> Iterator[tuple[str, object]]:
+    """Yield the keys of Megatron-FSDP, or those that switch it off in a recipe that has it."""
+    yield "dist.use_megatron_fsdp", x.fsdp
+    yield "ddp.use_megatron_fsdp", x.fsdp
+    yield "model.init_model_with_meta_device", on_meta_device(x, m)
+    yield "checkpoint.ckpt_format", CHECKPOINTS if x.fsdp else "torch_dist"
+    if x.fsdp:
+        yield "ddp.data_parallel_sharding_strategy", STRATEGIES[x.shard]
+        yield "ddp.average_in_collective", False
+        yield "model.gradient_accumulation_fusion", False
+        yield "dist.use_tp_pp_dp_mapping", False
 
 
 def _layout(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:

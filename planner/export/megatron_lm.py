@@ -21,6 +21,7 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.planner.rules.export_rules import export_violations
 
 from .decoder import DecoderModel, read_decoder
+from .megatron_fsdp import connections, fsdp_options
 from .megatron_lm_layers import attention_options, expert_options, feed_forward_options
 from .option import Option, option
 from .quoting import title
@@ -54,6 +55,7 @@ def megatron_options(plan: Plan, graph: Graph, target: Target = Target.MEGATRON_
             *_mesh(plan.layout, model),
             *_stages(plan.layout, stages),
             *_memory_and_overlap(plan.layout, model, target),
+            *fsdp_options(plan, model, target),
         ),
         step=tuple(_step(plan, model, target)),
     )
@@ -122,7 +124,7 @@ def _memory_and_overlap(x: Layout, m: DecoderModel, target: Target) -> Iterator[
     elif x.recompute is Recompute.SELECTIVE:
         yield option("recompute-granularity", "selective")
         yield option("recompute-modules", *x.recomputed_modules)
-    if x.distributed_optimizer:
+    if x.shard:
         yield option("use-distributed-optimizer")
     if x.dp * x.cp > 1:  # else no gradients are reduced and no weights gathered
         yield from (option(OVERLAP_OPTIONS[o]) for o in x.overlaps if o not in MICROBATCH_OVERLAPS)
@@ -173,12 +175,10 @@ def script(plan: Plan, graph: Graph) -> str:
 def _script(plan: Plan, graph: Graph, sbatch: str) -> str:
     options, (nodes, each) = megatron_options(plan, graph), machines(plan.cluster)
     model = read_decoder(graph, Target.MEGATRON_LM)
-    # Before Blackwell, collectives that overlap with computation need it, and Megatron-LM insists on it.
-    queues = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if plan.layout.tp * plan.layout.cp > 1 else ""
     return f"""#!/usr/bin/env bash
 {sbatch}{title(plan, graph.name)}# For pretrain_gpt.py of Megatron-LM {RELEASE}. Set MEGATRON to its folder.
 {_notes(model, nodes, bool(sbatch))}set -euo pipefail
-{MASTER_ADDR if sbatch else ""}{queues}
+{MASTER_ADDR if sbatch else ""}{connections(plan.layout)}
 MODEL=(
 {_lines(options.model)})
 LAYOUT=(

@@ -1,8 +1,8 @@
 """Write a plan as the TOML file of torchtitan, whose releases up to 0.2.2 read one.
 
 torchtitan trains models of its own, by name: the plan's model must have the weights of one of them. It also shards in
-its own way. It shards the optimizer's state together with weights and gradients, and applies tensor parallelism before
-that. A plan that torchtitan would run otherwise is refused; a difference that costs nothing is a comment in the file.
+its own way: with torch's fully_shard, after tensor parallelism. A plan that torchtitan would run otherwise is refused;
+a small difference is a comment in the file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megaloom.planner.contract.choices import (
     Overlap,
     OverlapSet,
     Recompute,
+    Reshard,
     Shard,
     default_overlaps,
 )
@@ -33,6 +34,7 @@ from .target import TRAIN_INSTEAD, Target, refuse
 from .torchtitan_flavors import FLAVORS, Flavor, find_flavor
 from .whole_layers import StageLayers, recomputed_layers, stage_layers
 
+ACTIVE_CHUNKS = 3  # max_active_stages of torch's pipelining/schedules.py
 TORCH_DTYPES = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
 
 
@@ -53,13 +55,13 @@ def config_toml(plan: Plan, graph: Graph) -> str:
     tables: dict[str, dict[str, object]] = {
         "model": {"name": flavor.model, "flavor": flavor.name},
         "training": dict(_training(plan)),
-        "parallelism": dict(_parallelism(plan.layout, stages)),
+        "parallelism": dict(_parallelism(plan, stages)),
         "activation_checkpoint": {"mode": str(plan.layout.recompute)},
     }
     head = f"""{title(plan, graph.name)}\
 # For torchtitan 0.2.2: torchrun --nnodes {nodes} --nproc-per-node {each} ... -m torchtitan.train --job.config_file THIS
 # torchtitan's own model has {flavor.own}. That does not change the step time.
-# Add the tokenizer (model.hf_assets_path), data, steps and learning rate.
+{_chunks_note(plan.layout)}# Add the tokenizer (model.hf_assets_path), data, steps and learning rate.
 """
     return head + "".join(f"\n[{name}]\n{_table(values)}" for name, values in tables.items())
 
@@ -113,7 +115,7 @@ def _check_layout(x: Layout, flavor: Flavor) -> None:
         _refuse(f"microbatch group {x.microbatch_group}: its groups have pp = {x.pp} micro-batches")
     if x.dp * x.cp > 1 and x.shard is Shard.NONE and x.world > x.dp:
         what = f"dp {x.dp} without a sharded optimizer, together with other axes"
-        _refuse(what, "plan with --distributed-optimizer")
+        _refuse(what, "plan with --shard weights")
     if flavor.decoder.moe and x.etp not in ((1, x.tp) if x.ep > 1 else (x.tp,)):
         _refuse(f"etp {x.etp} with tp {x.tp} and ep {x.ep}", f"plan with --etp {x.tp}")
     if flavor.model == "deepseek_v3" and x.cp > 1:
@@ -140,11 +142,46 @@ def _training(plan: Plan) -> Iterator[tuple[str, object]]:
     yield "mixed_precision_param", TORCH_DTYPES[w.precision]
 
 
-def _parallelism(x: Layout, stages: tuple[StageLayers, ...]) -> Iterator[tuple[str, object]]:
-    replicas, shards = {Shard.NONE: (x.dp, 1), Shard.OPTIMIZER: (1, x.dp)}[x.shard]
+def _reshard_after_forward(x: Layout, microbatches: int) -> str:
+    """Return torchtitan's policy for gathered weights. Raise UserError for state that it shards in another way.
+
+    Without a pipeline, fully_shard reduces gradients and frees weights after each backward pass. With "never", that is
+    `gradients` if there is one micro-batch, and no value of `shard` if there are more. In a pipeline, weights and
+    gradients stay whole until the last micro-batch (torch's pipelining/stage.py: backward_maybe_with_nosync): `weights`
+    for a step. With "always", they are freed after forward passes only, which is no value of `shard`.
+    """
+    if x.dp * x.cp == 1:
+        return "never"
+    each_microbatch = x.shard is Shard.WEIGHTS and x.reshard is Reshard.MICRO_BATCH
+    if x.pp > 1 and (each_microbatch or x.shard is Shard.GRADIENTS):
+        what = f"{_named(x)} with pp {x.pp}: in a pipeline it keeps weights and gradients whole for a step"
+        _refuse(what, "plan with --shard weights --reshard step")
+    if x.pp == 1 and microbatches > 1 and not each_microbatch:
+        what = f"{_named(x)} with {microbatches} micro-batches: it reduces gradients after each of them"
+        _refuse(what, f"plan with --shard weights, or one micro-batch: --micro-batch {x.micro_batch * microbatches}")
+    return "always" if each_microbatch else "never"
+
+
+def _named(x: Layout) -> str:
+    return f"--shard {x.shard}" + (f" --reshard {x.reshard}" if x.reshard else "")
+
+
+def _chunks_note(x: Layout) -> str:
+    """Return a comment on weights that torch's schedule gathers more often than the plan."""
+    if x.dp * x.cp == 1 or x.vpp <= ACTIVE_CHUNKS:
+        return ""
+    return (
+        f"# Of {x.vpp} model chunks a rank, torch's schedule holds the weights of {ACTIVE_CHUNKS} at a time, and\n"
+        "# gathers those of the others again. The plan does not price that.\n"
+    )
+
+
+def _parallelism(plan: Plan, stages: tuple[StageLayers, ...]) -> Iterator[tuple[str, object]]:
+    x = plan.layout
+    replicas, shards = (1, x.dp) if x.shard else (x.dp, 1)
     yield "data_parallel_replicate_degree", replicas
     yield "data_parallel_shard_degree", shards
-    yield "fsdp_reshard_after_forward", "never"  # weights gathered for the forward pass stay for the backward pass
+    yield "fsdp_reshard_after_forward", _reshard_after_forward(x, x.microbatches(plan.workload.batch))
     yield "tensor_parallel_degree", x.tp
     yield "context_parallel_degree", x.cp
     yield "expert_parallel_degree", x.ep

@@ -282,11 +282,11 @@ def test_torchtitan_has_the_stages_of_the_plan(name: str) -> None:
 def test_torchtitan_replicates_weights_where_they_are_whole() -> None:
     model, _ = find("llama3-8b")
     config = tomllib.loads(
-        export_plan(plan_with(model, Layout(dp=8, micro_batch=2), batch=64), model, Target.TORCHTITAN)
+        export_plan(plan_with(model, Layout(dp=8, micro_batch=2), batch=16), model, Target.TORCHTITAN)
     )
     p, t = config["parallelism"], config["training"]
     assert (p["data_parallel_replicate_degree"], p["data_parallel_shard_degree"]) == (8, 1)
-    assert (t["local_batch_size"], t["global_batch_size"]) == (2, 64)
+    assert (t["local_batch_size"], t["global_batch_size"]) == (2, 16)
 
 
 def submitted(script: str, tmp_path: Path, *given: str) -> list[str]:

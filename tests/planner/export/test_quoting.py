@@ -41,7 +41,7 @@ def exported(target: Target, name: str) -> str:
     plan, model = case("gpt2")
     if target is Target.TORCHTITAN:
         plan, model = case("llama3-8b")
-        shape = Layout(dp=8, shard="optimizer", vocab_multiple=1)
+        shape = Layout(dp=8, shard="weights", vocab_multiple=1)
         plan = plan_with(model, shape, gpus="8xH100", seq=8192)
     runtime = Runtime.MEGATRON if target is Target.MEGATRON_LM else Runtime.MEGALOOM
     plan = evolve(plan, cluster=evolve(plan.cluster, source=name), runtime=runtime)

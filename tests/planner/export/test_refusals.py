@@ -218,12 +218,19 @@ SHARDED = Layout(dp=2, shard="optimizer")
             Layout(dp=2, cp=2),
             {},
             "dp 2 without a sharded opt",
-            "--distributed-optimizer",
+            "--shard weights",
         ),
         (Target.TORCHTITAN, LLAMA, Layout(pp=2), {"counts": (16, 16)}, "bf16 on pp2", "fp32"),
         (Target.TORCHTITAN, LLAMA, SHARDED, {"precision": "fp16"}, "precision fp16", "bf16"),
         (Target.TORCHTITAN, V3, evolve(SHARDED, cp=2), {}, "cp 2", "--cp 1"),
-        (Target.TORCHTITAN, V3, evolve(SHARDED, tp=2, ep=2, etp=1, sequence_parallel=True, dp=4), {}, "", ""),
+        (
+            Target.TORCHTITAN,
+            V3,
+            evolve(SHARDED, tp=2, ep=2, etp=1, sequence_parallel=True, dp=4, shard="weights"),
+            {},
+            "",
+            "",
+        ),
         (Target.TORCHTITAN, V3, evolve(SHARDED, tp=2, etp=1, sequence_parallel=True), {}, "etp 1", "--etp 2"),
         (Target.TORCHTITAN, QWEN, evolve(SHARDED, pp=2), {"counts": (18, 18)}, "pp 2", "--pp 1"),
         (Target.TORCHTITAN, LLAMA, evolve(SHARDED, overlaps=()), {}, "overlap of none", "without --overlap"),
@@ -308,14 +315,6 @@ def test_every_field_of_a_layout_is_known_here() -> None:
         "grad_reduce",
         "reshard",
     }
-
-
-@pytest.mark.parametrize("target", Target)
-@pytest.mark.parametrize("shard", ["gradients", "weights"])
-def test_sharded_weights_are_refused_where_they_are_not_written(target: Target, shard: str) -> None:
-    declared, _ = find("gpt2")
-    with pytest.raises(UserError, match=f"`?--shard {shard}`?"):
-        export_plan(plan_with(declared, Layout(dp=2, shard=shard)), declared, target)
 
 
 @pytest.mark.parametrize(("cut", "named"), [(5, "rms_norm.1"), (11, "rms_norm.3")])

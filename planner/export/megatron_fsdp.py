@@ -1,0 +1,63 @@
+"""The options of Megatron-FSDP, with which Megatron-LM and Megatron-Bridge shard gradients and weights.
+
+Sources, in core_v0.16.1: docs/discussions/megatron-fsdp-user-guide, megatron/training/arguments.py,
+megatron/core/distributed/fsdp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaloom.planner.contract.choices import Overlap, Reshard, Shard
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision
+
+from .decoder import DecoderModel
+from .option import Option, option
+from .target import Target, refuse
+
+STRATEGIES = {Shard.GRADIENTS: "optim_grads", Shard.WEIGHTS: "optim_grads_params"}
+CHECKPOINTS = "fsdp_dtensor"  # the only format of checkpoints that Megatron-FSDP writes
+
+
+def fsdp_options(plan: Plan, m: DecoderModel, target: Target) -> Iterator[Option]:
+    """Yield the options that shard gradients or weights; none for other layouts. Raise UserError for what has none."""
+    x = plan.layout
+    if not x.fsdp:
+        return
+    if x.reshard is Reshard.STEP:
+        what = f"--shard {x.shard} --reshard {x.reshard}: Megatron-FSDP frees gathered weights after each pass"
+        refuse(target, what, "plan with --shard optimizer, which has as much state and as many collectives")
+    if x.pp > 1:
+        # Its _get_dp_tp_mesh divides all ranks by dp x cp x tp, in 0.16.1 and in 0.19; with stages that is an error.
+        what = f"--shard {x.shard} with pp {x.pp}: the device mesh of Megatron-FSDP has no pipeline stages"
+        refuse(target, what, "plan with --pp 1, or --shard optimizer")
+    if plan.workload.precision is not Precision.BF16:
+        what = f"--shard {x.shard} in {plan.workload.precision}: Megatron-FSDP keeps a second copy of the weights"
+        refuse(target, what, "plan with --precision bf16, or --shard optimizer")
+    yield option("use-megatron-fsdp")
+    yield option("data-parallel-sharding-strategy", STRATEGIES[x.shard])
+    yield option("no-gradient-accumulation-fusion")
+    yield option("ckpt-format", CHECKPOINTS)
+    if on_meta_device(x, m):
+        yield option("init-model-with-meta-device")
+
+
+def on_meta_device(x: Layout, m: DecoderModel) -> bool:
+    """Return whether layers get their weights one by one, on the device.
+
+    Learned positions do not: their module, torch's Embedding, would begin with a standard deviation of 1.
+    """
+    return x.fsdp and m.positions is None
+
+
+def connections(x: Layout) -> str:
+    """Return the line of a shell script that sets CUDA_DEVICE_MAX_CONNECTIONS, or an empty text.
+
+    Before Blackwell, tensor- and context-parallel collectives that overlap with computation need 1, and Megatron-LM
+    insists on it. With Megatron-FSDP it refuses 1, and overlap of experts needs more than one, too.
+    """
+    if x.fsdp or x.has_overlap(Overlap.EXPERTS):
+        return "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
+    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if x.tp * x.cp > 1 else ""
