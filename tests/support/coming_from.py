@@ -39,6 +39,7 @@ TABLES = {  # of the page, by the heading of their first column
     "accelerate_configuration": "Accelerate",
     "accelerate_scripts": "Accelerate",
     "accelerate_conversion": "Accelerate",
+    "torchtitan_parallelism": "torchtitan 0.2.2",
 }
 
 
