@@ -19,6 +19,8 @@ from megaloom.planner.cost.profiles.kernel_features import (
     TORCH_KERNELS,
 )
 
+from . import sharded_features
+
 # Software before Megatron-Bridge.
 SLOW_MEMORY_KERNELS = Feature(
     name="slow-memory-kernels",
@@ -275,7 +277,11 @@ NANOTRON_LOSS = Feature(
 FEATURES: Mapping[str, Feature] = MappingProxyType(
     {
         feature.name: feature
-        for feature in (TORCH_KERNELS, MEGALOOM_KERNELS, ENGINE_KERNELS, *globals().copy().values())
+        for feature in (
+            *(TORCH_KERNELS, MEGALOOM_KERNELS, ENGINE_KERNELS),
+            *globals().copy().values(),
+            *vars(sharded_features).values(),
+        )
         if isinstance(feature, Feature)
     }
 )

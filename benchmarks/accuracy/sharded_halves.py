@@ -1,4 +1,4 @@
-"""Halves of the runs with sharded weights: constants of their frameworks are fitted to one half, the other half is kept.
+"""Halves of the runs with sharded weights: constants are fitted to one half, and the other half scores them.
 
 The SHA-256 of a run's id says to which half it belongs. It was fixed before any constant was fitted.
 """

@@ -83,7 +83,8 @@ def predicted_seconds(sample: Sample, cluster: Cluster) -> float:
             if sample.kind == "attention":
                 return seconds.forward + seconds.backward
             m, _, k = sample.shape  # a narrow one of operands that are cast already
-            return seconds.forward - (kernels.CAST_TRAFFIC * m * k / device.moves if precision.narrow else 0.0)
+            cast = kernels.OWN.narrow.cast_moved_nbytes * m * k / device.moves if precision.narrow else 0.0
+            return seconds.forward - cast
         case "copy":
             return sample.nbytes / device.moves
         case "launch":

@@ -90,7 +90,11 @@ class AttentionSettings:
     context_communication: ContextCommunication = setting(  # noqa: RUF009
         ContextCommunication.ALL_GATHER, "context-parallel communication of keys and values"
     )
+    speed: float = setting(1.0, "speed of fused attention over long sequences", unit="share of the device's")
     output_copied: bool = setting(False, "the output is saved a second time, in sequence-first order")
+    repeats_keys: bool = setting(
+        False, "keys and values are repeated for all heads of queries before context-parallel ranks exchange them"
+    )
     values_share_qkv: bool = setting(False, "values stay a view of the QKV tensor, which is therefore saved whole")
 
 
@@ -211,6 +215,32 @@ class ExpertSettings:
 
 
 @frozen(kw_only=True)
+class NarrowSettings:
+    """Matrix products of fewer than 16 bits."""
+
+    product_speed: float = setting(1.0, "speed of such a product", unit="share of the device's")
+    cast_moved_nbytes: int = setting(
+        2 + 1 + 1,
+        "moved as an operand is cast, unless the kernel before it does that",
+        unit="bytes per element",
+        source="Transformer Engine's cast-transpose: an operand is read once more and written twice, as it is and "
+        "transposed, 1 byte each",
+    )
+    cast_before_gathers: bool = setting(
+        False, "operands are cast before they are gathered over tensor-parallel ranks, once for all products"
+    )
+
+
+@frozen(kw_only=True)
+class RecomputeSettings:
+    """Recompute of whole blocks."""
+
+    keeps_products: bool = setting(
+        False, "full recompute keeps the results of attention, of every second product of a node and of reduce-scatters"
+    )
+
+
+@frozen(kw_only=True)
 class OverlapSettings:
     """Communication: what can overlap with computation, how much of it that hides, and p2p sends."""
 
@@ -228,6 +258,9 @@ class OverlapSettings:
         unit="share",
         kind=FigureKind.FITTED,
         source="published runs that overlap",
+    )
+    saves_gathered_inputs: bool = setting(
+        False, "inputs that are gathered over tensor-parallel ranks are saved, not gathered again in the backward pass"
     )
     scattered_sends: bool = setting(
         False, "each tensor-parallel rank sends a part of the hidden states to the next pipeline stage"
@@ -251,6 +284,8 @@ class Feature:
     buffers: Changes = field(default=UNCHANGED, hash=False)
     experts: Changes = field(default=UNCHANGED, hash=False)
     overlap: Changes = field(default=UNCHANGED, hash=False)
+    narrow: Changes = field(default=UNCHANGED, hash=False)
+    recompute: Changes = field(default=UNCHANGED, hash=False)
 
 
 @frozen(kw_only=True)
@@ -265,10 +300,12 @@ class FrameworkProfile:
     buffers: BufferSettings = BufferSettings()
     experts: ExpertSettings = ExpertSettings()
     overlap: OverlapSettings = OverlapSettings()
+    narrow: NarrowSettings = NarrowSettings()
+    recompute: RecomputeSettings = RecomputeSettings()
     features: tuple[Feature, ...] = field(default=(), eq=False)  # in the order in which they were applied
 
 
-GROUPS = ("kernels", "attention", "optimizer", "sharded_weights", "buffers", "experts", "overlap")
+GROUPS = tuple(group.name for group in fields(Feature) if group.name != "name")
 
 
 def compose(name: str, features: Iterable[Feature], base: FrameworkProfile | None = None) -> FrameworkProfile:
