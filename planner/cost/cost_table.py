@@ -312,8 +312,8 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
             passes = [kernels.kernel_seconds(w, cluster.slowest, precision) for w in attention]
             compute = sum(p.backward if c.backward else p.forward for p in passes)
             queries = sum(w.count * w.m * w.k for w in attention) * precision.nbytes
-            nbytes *= torch_blocks.key_repeats(job, facts, layout)
-            exchange = communication.AttentionExchange(c.kind, nbytes, queries, compute, c.backward)
+            keys = nbytes * torch_blocks.key_repeats(job, facts, layout)
+            exchange = communication.AttentionExchange(c.kind, keys, queries, compute, c.backward)
             way = profile.attention.context_communication
             took = communication.context_parallel_seconds(way, exchange, group, cluster)
         elif c.kind == "all_to_all" and c.axis == "ep" and profile.experts.deduplicated_dispatch:
