@@ -239,8 +239,8 @@ DEEPSPEED_PIPELINE = Feature(
         "bucket_nbytes": coded(
             2 * 2 * 500_000_000, "DeepSpeed ZeRO 1 of early 2022, runtime/config.py: buckets of 5e8 elements"
         ),
-        "stage_output_saved": coded(True, "DeepSpeed, runtime/pipe/engine.py: pipeline buffers keep the outputs"),
     },
+    saved={"stage_output": coded(True, "DeepSpeed, runtime/pipe/engine.py: pipeline buffers keep the outputs")},
 )
 DEEPSPEED_FP16_OPTIMIZER = Feature(
     name="deepspeed-fp16-optimizer",

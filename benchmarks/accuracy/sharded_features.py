@@ -75,7 +75,7 @@ FLASH_ATTENTION_2_HOPPER = Feature(
 # torchtitan.
 TORCH_TENSOR_PARALLEL = Feature(
     name="torch-tensor-parallel",
-    overlap={"saves_gathered_inputs": coded(True, "torch, distributed/tensor/parallel/style.py: autograd saves them")},
+    saved={"gathered_inputs": coded(True, "torch, distributed/tensor/parallel/style.py: autograd saves them")},
 )
 REPEATED_KEYS = Feature(
     name="repeated-keys",
@@ -126,8 +126,8 @@ ASYNC_TENSOR_PARALLEL = Feature(
 )
 KEPT_PRODUCTS = Feature(
     name="kept-products",
-    recompute={
-        "keeps_products": coded(
+    saved={
+        "every_second_product": coded(
             True, f"{_TITAN}, _apply_ac_to_transformer_block: attention and every second product keep their results"
         )
     },

@@ -27,7 +27,7 @@ def kept_results(job: Job, facts: Costs, layout: Layout) -> tuple[Rows, int]:
     They are those of attention, of the first of every two products, and of reduce-scatters.
     """
     precision, seconds, nbytes = job.workload.precision, np.zeros(len(REPEATED_COLUMNS)), 0
-    if not job.profile.recompute.keeps_products:
+    if not job.profile.saved.every_second_product:
         return seconds, nbytes
     products = [w for w in facts.work if w.kind is WorkKind.PRODUCT]
     for w in (*products[::2], *(w for w in facts.work if w.kind is WorkKind.ATTENTION)):
@@ -50,7 +50,7 @@ def run_collectives(job: Job, facts: Costs) -> Iterator[Collective]:
     """
     saved: list[int] = []
     for c in facts.collectives:
-        if c.axis == "tp" and c.kind == "all_gather" and job.profile.overlap.saves_gathered_inputs:
+        if c.axis == "tp" and c.kind == "all_gather" and job.profile.saved.gathered_inputs:
             if not c.backward:
                 saved.append(c.elements)
             elif c.elements in saved:
@@ -61,7 +61,7 @@ def run_collectives(job: Job, facts: Costs) -> Iterator[Collective]:
 
 def gathered_inputs(job: Job, facts: Costs) -> list[Collective]:
     """Return the gathers of a node whose results are saved."""
-    if not job.profile.overlap.saves_gathered_inputs:
+    if not job.profile.saved.gathered_inputs:
         return []
     return [c for c in facts.collectives if c.axis == "tp" and c.kind == "all_gather" and not c.backward]
 

@@ -182,7 +182,6 @@ class BufferSettings:
         True, "with tensor-parallel overlap, GEMMs have communication buffers of their own"
     )
     bucket_nbytes: int = setting(0, "held by buckets of fixed size", unit="bytes")
-    stage_output_saved: bool = setting(False, "each micro-batch in flight also saves the output of its stage")
     graph_pool_share: float = setting(
         0.0, "extra memory of CUDA-graph pools, as a share of the saved activations", unit="share"
     )
@@ -232,11 +231,15 @@ class NarrowSettings:
 
 
 @frozen(kw_only=True)
-class RecomputeSettings:
-    """Recompute of whole blocks."""
+class SavedSettings:
+    """Activations that are saved where others are not."""
 
-    keeps_products: bool = setting(
-        False, "full recompute keeps the results of attention, of every second product of a node and of reduce-scatters"
+    stage_output: bool = setting(False, "each micro-batch in flight also saves the output of its stage")
+    gathered_inputs: bool = setting(
+        False, "inputs that are gathered over tensor-parallel ranks are saved, not gathered again in the backward pass"
+    )
+    every_second_product: bool = setting(
+        False, "full recompute saves the results of attention, of every second product of a node and of reduce-scatters"
     )
 
 
@@ -258,9 +261,6 @@ class OverlapSettings:
         unit="share",
         kind=FigureKind.FITTED,
         source="published runs that overlap",
-    )
-    saves_gathered_inputs: bool = setting(
-        False, "inputs that are gathered over tensor-parallel ranks are saved, not gathered again in the backward pass"
     )
     scattered_sends: bool = setting(
         False, "each tensor-parallel rank sends a part of the hidden states to the next pipeline stage"
@@ -285,7 +285,7 @@ class Feature:
     experts: Changes = field(default=UNCHANGED, hash=False)
     overlap: Changes = field(default=UNCHANGED, hash=False)
     narrow: Changes = field(default=UNCHANGED, hash=False)
-    recompute: Changes = field(default=UNCHANGED, hash=False)
+    saved: Changes = field(default=UNCHANGED, hash=False)
 
 
 @frozen(kw_only=True)
@@ -301,7 +301,7 @@ class FrameworkProfile:
     experts: ExpertSettings = ExpertSettings()
     overlap: OverlapSettings = OverlapSettings()
     narrow: NarrowSettings = NarrowSettings()
-    recompute: RecomputeSettings = RecomputeSettings()
+    saved: SavedSettings = SavedSettings()
     features: tuple[Feature, ...] = field(default=(), eq=False)  # in the order in which they were applied
 
 

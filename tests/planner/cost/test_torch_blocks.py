@@ -19,7 +19,7 @@ from tests.support.profiles import changed
 
 SEQ, HIDDEN, HEADS, KV_HEADS, BLOCKS = 8192, 4096, 32, 8, 32
 TENSOR = Layout(tp=8, sequence_parallel=True)
-KEPT = changed(EAGER, recompute={"keeps_products": True})
+KEPT = changed(EAGER, saved={"every_second_product": True})
 
 
 def sums(profile: FrameworkProfile, layout: Layout, precision: Precision = Precision.BF16) -> Rows:
@@ -47,7 +47,7 @@ def test_kept_reduce_scatters_are_not_repeated() -> None:
 
 
 def test_saved_inputs_are_not_gathered_again() -> None:
-    ours, megatron = sums(changed(EAGER, overlap={"saves_gathered_inputs": True}), TENSOR), sums(EAGER, TENSOR)
+    ours, megatron = sums(changed(EAGER, saved={"gathered_inputs": True}), TENSOR), sums(EAGER, TENSOR)
     assert ours[CostColumn.TP_FORWARD] == megatron[CostColumn.TP_FORWARD]
     assert ours[CostColumn.TP_BACKWARD] < megatron[CostColumn.TP_BACKWARD]
     gathers = 2 * BLOCKS + 1  # attention and MLP of each block, and the logits
