@@ -11,7 +11,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost.columns import CostColumn
-from megaloom.planner.cost.profiles.frameworks import EAGER
+from megaloom.planner.cost.profiles.frameworks import EAGER, PROFILES
 from megaloom.planner.cost.profiles.groups import FrameworkProfile
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.pricing import Pricer
@@ -38,6 +38,11 @@ def test_kept_products_are_saved_and_not_repeated() -> None:
     due = BLOCKS * SEQ * 2 * (HIDDEN + HIDDEN * KV_HEADS // HEADS + HIDDEN + 14336 + HIDDEN)
     assert kept[CostColumn.SAVED] - all_[CostColumn.SAVED] == due
     assert (none == sums(EAGER, Layout(dp=8))).all()  # without recompute nothing changes
+
+
+def test_plans_save_no_results_under_full_recompute() -> None:
+    """`cost_cache.SEARCHED_COSTS` leaves them out."""
+    assert not any(profile.saved.every_second_product for profile in PROFILES.values())
 
 
 def test_kept_reduce_scatters_are_not_repeated() -> None:
