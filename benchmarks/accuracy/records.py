@@ -29,7 +29,6 @@ from .frameworks import PUBLISHED
 from .models.catalog_models import named_example
 from .models.decoder import Decoder
 from .models.hybrid import Hybrid
-from .published_devices import PUBLISHED_DEVICES
 from .training_run import TrainingRun, UnfitError
 
 
@@ -74,7 +73,7 @@ class RunRecord:
     example: str = ""
     dropout: float = 0.0
     gpu: str  # name in the source
-    device: str  # name of our preset, or of a published device
+    device: str  # name of our preset
     devices: int
     network: Network | None = None
     cublas_workspace_nbytes: int | None = None
@@ -169,10 +168,7 @@ def _model(record: RunRecord) -> tuple[Model, bool]:
 
 
 def _cluster(record: RunRecord) -> Cluster:
-    other = PUBLISHED_DEVICES.get(record.device)
-    made = cluster(f"{record.devices}x{other.preset if other else record.device}")
-    if other:
-        made = evolve(made, device=other.changed(record.device, made.device))
+    made = cluster(f"{record.devices}x{record.device}")
     if record.cublas_workspace_nbytes is not None:
         made = evolve(made, device=evolve(made.device, library_nbytes=record.cublas_workspace_nbytes))
     if (network := record.network) is not None:

@@ -16,7 +16,6 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch import Tensor
 
 from megaloom.dsl import Node, Slot, UserError
-from megaloom.runtime.megatron.weight_shards import own_rows
 from megaloom.runtime.modules.built_node import BuiltNode
 from megaloom.runtime.modules.initial_weights import given_weight
 from megaloom.runtime.optimizer.optimizer import TrainedChunk
@@ -87,7 +86,7 @@ def _parts(it: BuiltNode, loss_scale: float) -> list[Part]:
     indices = element_indices(it)
     named = ((name, p) for name, p in it.module.named_parameters() if p.requires_grad)
     return [
-        (own_rows(indices[name], p).flatten(), (p.main_grad.float() / loss_scale).flatten().cpu())  # type: ignore[attr-defined]
+        (indices[name].flatten(), (p.main_grad.float() / loss_scale).flatten().cpu())  # type: ignore[attr-defined]
         for name, p in named
     ]
 

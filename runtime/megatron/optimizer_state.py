@@ -2,8 +2,9 @@
 
 A checkpoint has three fp32 tensors per parameter, sharded like the parameter: its master weight under its name, and
 Adam's two moments under `exp_avg.NAME` and `exp_avg_sq.NAME`. A weight that is not trained has the first only.
-The optimizers store them in four ways: the fp32 parameter itself, this rank's rows of it, an fp32 master copy of a bf16
-parameter, or a range of elements per data-parallel rank. Their own checkpoint formats cannot be loaded into each other.
+megatron-core's optimizers store them in three ways: the fp32 parameter itself, or those of its rows that this rank
+holds, an fp32 master copy of a bf16 parameter, or a range of elements per data-parallel rank. Their own checkpoint
+formats cannot be loaded into each other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 
 from . import device
-from .weight_shards import row_shard, whole_parameter
 
 MODEL = "model"  # the key of the weights in a sharded state, beside those of the moments
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -75,9 +75,6 @@ def _parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
             yield from _sharded_states(one)
             continue
         pairs = [(p, p) for p in one.get_parameters()]
-        if pairs and row_shard(pairs[0][0]):
-            yield from (_rows_state(one, p) for p, _ in pairs)
-            continue
         if isinstance(one, Float16OptimizerWithFloat16Params):
             groups = zip(one.float16_groups, one.fp32_from_float16_groups, strict=True)
             pairs = [pair for params, masters in groups for pair in zip(params, masters, strict=True)]
@@ -89,15 +86,6 @@ def _parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers that an optimizer consists of: experts have their own."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def _rows_state(optimizer: MegatronOptimizer, rows: nn.Parameter) -> ParameterState:
-    """Return the state of a parameter of which this rank holds rows, as a plain tensor."""
-    shard = row_shard(rows)
-    assert shard
-    width = shard.whole.numel() // len(shard.whole)
-    tensors = _master_and_moments(optimizer, rows)
-    return ParameterState(shard.whole, tensors, shard.start * width, shard.stop * width, shard.group)
 
 
 def _sharded_states(optimizer: DistributedOptimizer) -> Iterator[ParameterState]:
@@ -144,7 +132,7 @@ def sharded_optimizer_state(
     state: dict[str, Any] = {MODEL: {}, **{kind: {} for kind in kinds}}
     for one in parameter_states(optimizer, averages):
         name = names[id(one.param)]
-        empty = (torch.empty(one.param.shape, device="cpu") for _ in range(1 + len(kinds)))
+        empty = (torch.empty_like(one.param, dtype=torch.float32, device="cpu") for _ in range(1 + len(kinds)))
         master, *others = empty if loading else one.gathered(1 + len(kinds))
         state[MODEL][name] = _with_data(model[name], master, "")
         for kind, tensor in zip(kinds, others, strict=True):
@@ -153,13 +141,7 @@ def sharded_optimizer_state(
         data = model[name].data
         # Frozen parameters are saved as they are, and loaded in place. megatron-core adds objects without data.
         is_buffer = isinstance(data, Tensor) and data.is_floating_point() and not isinstance(data, nn.Parameter)
-        if is_buffer:
-            state[MODEL][name] = _with_data(model[name], data.float(), "")
-        elif isinstance(data, nn.Parameter) and row_shard(data):
-            whole = torch.empty(data.shape, dtype=data.dtype, device="cpu") if loading else whole_parameter(data)
-            state[MODEL][name] = _with_data(model[name], whole, "")
-        else:
-            state[MODEL][name] = model[name]
+        state[MODEL][name] = _with_data(model[name], data.float(), "") if is_buffer else model[name]
     if device.gpu_count():
         torch.cuda.synchronize()  # the copies in host memory are complete
     return state

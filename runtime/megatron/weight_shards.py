@@ -6,11 +6,15 @@ tensors, whichever class the parameter of a module has.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
+
+from megaloom.runtime.weights.views import View
+
+Whole = TypeVar("Whole", Tensor, View)
 
 
 @frozen(eq=False)
@@ -39,10 +43,10 @@ def own_values(p: Tensor) -> Tensor:
     return p if shard is None else shard.values
 
 
-def own_rows(x: Tensor, p: Tensor) -> Tensor:
-    """Return those rows of a tensor of a parameter's shape which this rank holds of the parameter."""
+def own_rows(x: Whole, p: Tensor) -> Whole:
+    """Return those rows of a tensor or view of a parameter's shape which this rank holds of the parameter."""
     shard = row_shard(p)
-    return x if shard is None else x[shard.start : shard.stop]
+    return x if shard is None else x.narrow(0, shard.start, shard.stop - shard.start)
 
 
 def whole_parameter(p: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from megaloom.dsl.sharding_table import WHOLE
 from megaloom.planner.contract.module_kinds import module_parameters, runs_as_module
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.megatron.weight_shards import own_rows, own_values, row_shard
 from megaloom.runtime.weights.views import Box, View, boxes_reader, stored_boxes, symbol, values_of, with_readers
 
 from .initial_weights import given_weight
@@ -64,11 +65,11 @@ class BuiltNode:
         kind = type(self.module).__name__
         assert targets.keys() == full.keys(), f"{kind} has {targets.keys()}, the layer {full.keys()}"
         for name, p in targets.items():
-            p.copy_(values_of(self.shard(full[name], p)))
+            own_values(p).copy_(values_of(self.shard(full[name], p)))
 
     def shard(self, full: X, p: Tensor) -> X:
-        """Return this rank's shard of a full parameter."""
-        return rank_shard(full, p, *shard_position(p, self.groups))
+        """Return this rank's shard of a full parameter, of which it may hold some of the rows."""
+        return own_rows(rank_shard(full, p, *shard_position(p, self.groups)), p)
 
     @cached_property
     def views(self) -> dict[str, View] | None:
@@ -154,7 +155,7 @@ def _factory(
             boxes.setdefault(name, []).append((box, loaded[str(i)].detach))
         return with_readers(shard, lambda name: boxes_reader(boxes.get(name, ()), torch.float32)).read()
 
-    return ShardedTensorFactory("", p, build, merge, _replica(p, groups))
+    return ShardedTensorFactory("", own_values(p), build, merge, _replica(p, groups))
 
 
 def _shard(
@@ -169,5 +170,7 @@ def _shard(
 def _replica(p: Tensor, groups: ProcessGroups) -> tuple[int, int, int]:
     """Return which replica of its shard this rank has; zeros for the one that is saved."""
     rank, _ = shard_position(p, groups)
+    if row_shard(p):
+        return 0, 0 if getattr(p, "partition_dim", -1) >= 0 else rank, 0
     replicas = groups.collection.dp_cp if getattr(p, "allreduce", True) else groups.collection.expt_dp
     return 0, 0 if getattr(p, "partition_dim", -1) >= 0 else rank, replicas.rank()

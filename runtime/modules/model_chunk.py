@@ -18,8 +18,6 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
 )
 from torch import Tensor, nn
 
@@ -32,12 +30,13 @@ from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
-from megaloom.runtime.megatron.weight_shards import own_rows, own_values
+from megaloom.runtime.megatron.weight_shards import own_values
 from megaloom.runtime.ops.dropout_masks import MaskSource
 
 from . import registry
 from .built_node import BuiltNode
 from .layers import HiddenDropout
+from .module_state import module_state
 from .moe import Mixture
 from .shared_weights import SharedUses
 from .stage_boundary import StageBoundary
@@ -176,20 +175,11 @@ class ModelChunk(MegatronModule):
         for it in self.nodes:
             key, shards = f"{prefix}{it.node.name}.", it.shards()
             if shards is None:
-                state = self._own_state(it.module, key, sharded_offsets, metadata)
+                state = module_state(it.module, key, sharded_offsets, metadata, self.groups)
             else:
                 state = {f"{key}{name}": shard for name, shard in shards.items()}
             out |= self.shared.saved_once(it.node, state, key)
         return out
-
-    def _own_state(self, module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
-        """Return the shards of a module whose parameters are no weights of the declaration, under their own names."""
-        groups = {"tp_group": self.groups.collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
-        if hasattr(module, "sharded_state_dict"):
-            return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
-        state = module.state_dict(keep_vars=True)
-        tp_dims = {k: p.partition_dim for k, p in state.items() if getattr(p, "tensor_model_parallel", False)}
-        return make_sharded_tensors_for_checkpoint(state, prefix, tp_dims, offsets, **groups)
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
@@ -197,7 +187,7 @@ class ModelChunk(MegatronModule):
         for it in self.nodes:
             for name, tensor in it.tensors.items():
                 if (loaded := state.get(f"{it.node.name}.{name}")) is not None:
-                    own_values(tensor).copy_(own_rows(loaded, tensor))
+                    own_values(tensor).copy_(loaded)
 
 
 def losses_of(graph: Graph) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ class View:
 
     def read(self, box: Box | None = None) -> Tensor:
         """Return the values, or those of a part."""
-        return self._read(tuple(map(range, self.shape)) if box is None else box)
+        box = tuple(map(range, self.shape)) if box is None else box
+        return self._read(box) if all(map(len, box)) else torch.empty([len(r) for r in box], dtype=self.dtype)
 
     def _read(self, box: Box) -> Tensor:
         raise NotImplementedError
