@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.host import usable_cores
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Connections of a process to a GPU. Kernels of streams that share one run in the order of their launch."""
 
 
 @contextlib.contextmanager
@@ -16,7 +19,14 @@ def rank_environment(threads: int) -> Iterator[None]:
 
     OpenMP and CUDA read them when a spawned rank loads them, before our code runs.
     """
-    variables = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | allocator_variables()
+    variables = {"OMP_NUM_THREADS": str(threads), CONNECTIONS: "1"} | allocator_variables()
+    with default_variables(variables):
+        yield
+
+
+@contextlib.contextmanager
+def default_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the context, unless they are set already."""
     unset = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(unset)
     try:

@@ -79,6 +79,8 @@ def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) 
 
     compute: the type of gathered weights. Trained shards are fp32, the master weights.
     """
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise UserError(f"sharded weights need torch 2.8 or later, and this is {torch.__version__}\nupdate torch")
     _check_sharing(chunk)
     attributes = {name: dict(vars(p)) for name, p in chunk.named_parameters()}
     sharding = _Sharding.of(groups, compute)
