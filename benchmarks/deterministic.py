@@ -49,6 +49,7 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
     """
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.megatron.optimizer_state import parameter_states
+    from megaloom.runtime.megatron.weight_shards import own_values
     from megaloom.runtime.samples.samples import Sample, SampleMaker
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=STEPS, warmup=0, deterministic=True))
@@ -67,7 +68,7 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
         out.append(f"{result.loss.hex()} {result.grad_norm.hex()}")
         if engine.done == SAVED and not start:
             engine.save(folder)
-    tensors = [t for one in parameter_states(engine.state.optimizer) for t in (one.param, *one.tensors)]
+    tensors = [t for one in parameter_states(engine.state.optimizer) for t in (own_values(one.param), *one.tensors)]
     digest = sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -13,6 +13,7 @@ from tests.support.paths import TEST_MODELS
 TP2 = Layout(tp=2, sequence_parallel=True)
 CASES = {
     "dropout, TP2 SP PP2": ("tiny_gpt_dropout", evolve(TP2, pp=2), "fp32"),
+    "sharded weights in bf16": ("tiny_llama", Layout(dp=2, shard="weights"), "bf16"),
     "distributed optimizer in bf16": ("tiny_llama", Layout(dp=2, shard="optimizer"), "bf16"),
     "experts with corrections, EP2": ("tiny_deepseek_v3", Layout(dp=2, ep=2), "fp32"),
     "own bodies, CP2": (f"{TEST_MODELS / 'own_layers.py'}:some_experts", Layout(cp=2), "fp32"),

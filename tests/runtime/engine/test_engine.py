@@ -14,6 +14,7 @@ from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
+FSDP = Layout(dp=2, shard="weights")
 TP2 = Layout(tp=2, sequence_parallel=True)
 
 
@@ -35,7 +36,7 @@ def curve(plan: Plan, evaluating: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, shard="optimizer"), Layout(pp=2, vpp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, shard="optimizer"), Layout(pp=2, vpp=2), FSDP], ids=str)
 def test_an_evaluation_leaves_no_trace(layout: Layout, plan_of: Any) -> None:
     """Not in weights, gradients, nor what dropout draws: the losses are the same to the last bit."""
     plan = plan_of("tiny_gpt_dropout", layout)

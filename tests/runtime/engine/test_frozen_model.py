@@ -30,6 +30,7 @@ LAYOUTS = {
     "PP2 VPP2": Layout(pp=2, vpp=2, micro_batch=2),
     "CP2": Layout(cp=2, micro_batch=2),
     "DP2": Layout(dp=2, micro_batch=2),
+    "DP2 sharded weights": Layout(dp=2, micro_batch=2, shard="weights"),
 }
 
 

@@ -28,6 +28,7 @@ LAYOUTS = {
     "TP2 SP": Layout(tp=2, sequence_parallel=True, micro_batch=2, vocab_multiple=128),
     "PP2": Layout(pp=2, micro_batch=2),
     "DP2": Layout(dp=2, micro_batch=2),
+    "DP2 sharded weights": Layout(dp=2, micro_batch=2, shard="weights"),
     "CP2": Layout(cp=2, micro_batch=2),
     "CP2 TP2 SP": Layout(cp=2, tp=2, sequence_parallel=True, micro_batch=2, vocab_multiple=1),
 }

@@ -76,6 +76,7 @@ ALBERT = f"{TEST_MODELS / 'shared_weights.py'}:albert"
     [
         ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),
         ("tiny_gpt", DIVIDED, TP2),
+        ("tiny_gpt", Layout(dp=2, shard="weights"), Layout(dp=2, shard="gradients")),
         (ALBERT, Layout(pp=2, vpp=2), evolve(DIVIDED, pp=2)),
     ],
     ids=str,

@@ -28,8 +28,9 @@ def sample(i: int) -> dict[str, torch.Tensor]:
 def state(engine: Any) -> list[torch.Tensor]:
     """Return copies of all weights, buffers, master weights and moments of this rank."""
     from megaloom.runtime.megatron.optimizer_state import parameter_states
+    from megaloom.runtime.megatron.weight_shards import own_values
 
-    tensors = [t for chunk in engine.model_chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    tensors = [own_values(t) for chunk in engine.model_chunks for t in (*chunk.parameters(), *chunk.buffers())]
     tensors += [t for one in parameter_states(engine.state.optimizer) for t in one.tensors]
     return [t.detach().clone() for t in tensors]
 
@@ -40,13 +41,15 @@ def equal(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
 
 def poison(engine: Any, kind: str, node: str, parameter: str) -> Callable[[], None]:
     """Make a weight, its gradient, or the output of its node not finite on this rank. Return a function to end it."""
+    from megaloom.runtime.megatron.weight_shards import own_values
+
     for chunk in engine.model_chunks:
         for n, module in chunk.node_modules():
             if n.name == node:
                 p = module.get_parameter(parameter)
                 if kind == "weight":
                     with torch.no_grad():
-                        p.view(-1)[0] = torch.nan
+                        own_values(p).view(-1)[0] = torch.nan
                     return lambda: None
                 if kind == "gradient":
                     return p.register_hook(lambda gradient: gradient * torch.inf).remove
@@ -78,6 +81,22 @@ CASES = {
         "tiny_llama",
         Layout(dp=2, shard="optimizer", overlaps=()),
         "gradient",
+        "swiglu",
+        "linear_fc1.weight",
+        1,
+    ),
+    "a weight, DP2 sharded weights": (
+        "tiny_llama",
+        Layout(dp=2, shard="weights"),
+        "weight",
+        "swiglu",
+        "linear_fc1.weight",
+        0,
+    ),
+    "an output, DP2 sharded gradients": (
+        "tiny_llama",
+        Layout(dp=2, shard="gradients"),
+        "output",
         "swiglu",
         "linear_fc1.weight",
         1,

@@ -30,13 +30,14 @@ TOKENS = torch.randint(127, (12, 33), generator=torch.Generator().manual_seed(0)
 
 def trained(plan: Plan, groups: tuple[ParameterGroup, ...]) -> dict[str, Any]:
     """On each rank: losses and norms of three steps, the settings of each parameter, and whether it has changed."""
+    from megaloom.runtime.megatron.weight_shards import own_values
     from megaloom.runtime.optimizer.parameter_groups import named_parameters
 
     engine = shard(find(plan.model)[0], plan, RECIPE, parameter_groups=groups)
-    before = {names: p.detach().clone() for names, p in named_parameters(engine.model_chunks)}
+    before = {names: own_values(p).detach().clone() for names, p in named_parameters(engine.model_chunks)}
     results = [engine.step(lambda i, k=k: next_token(TOKENS[4 * k + i])) for k in range(3)]  # type: ignore[misc]
     parameters = list(named_parameters(engine.model_chunks))
-    changed = {name: not torch.equal(p, before[names]) for names, p in parameters for name in names}
+    changed = {name: not torch.equal(own_values(p), before[names]) for names, p in parameters for name in names}
     rate = engine.state.scheduler.get_lr({})
     settings = {
         (round(group["lr"] / rate, 6), round(group["weight_decay"], 6))
@@ -48,7 +49,9 @@ def trained(plan: Plan, groups: tuple[ParameterGroup, ...]) -> dict[str, Any]:
     return {"curve": curve, "changed": changed, "settings": settings, "lr": results[-1].lr}
 
 
-@pytest.mark.parametrize("layout", [evolve(TP2, pp=2), Layout(dp=2, shard="optimizer")], ids=str)
+@pytest.mark.parametrize(
+    "layout", [evolve(TP2, pp=2), Layout(dp=2, shard="optimizer"), Layout(dp=2, shard="weights")], ids=str
+)
 def test_groups_do_not_depend_on_the_layout(layout: Layout, plan_of: Any) -> None:
     one, *_ = launcher.run(trained, (plan_of("tiny_llama", Layout()), GROUPS), 1, timeout=LIMIT)
     plain, *_ = launcher.run(trained, (plan_of("tiny_llama", Layout()), ()), 1, timeout=LIMIT)
