@@ -34,7 +34,8 @@ def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column,
     except the last bucket of gathered weights, behind which no computation is left. See docs/concepts/bounds.md.
     """
     exposed = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
-    columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, x.shard, x.reshard, x.grad_reduce
+    sharding = x.shard, x.reshard, x.replicas, x.grad_reduce
+    columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
     first, which = alike(*columns)
     keys = list(zip(*(column[first].tolist() for column in columns), strict=True))
     for i, key in zip(first.tolist(), keys, strict=True):

@@ -134,6 +134,13 @@ class LayoutFields(Generic[N]):
         "With --shard weights: time after which gathered weights are freed, micro-batch or step. A step takes fewer "
         "gathers, and as much memory as --shard optimizer. Default: micro-batch.",
     )
+    replicas: N = _field(
+        int,
+        "replicas",
+        "With --shard gradients or weights: groups of data-parallel ranks that have all of the state each, and share "
+        "it within the group (HSDP). The search never chooses several. Default: 1.",
+        minimum=1,
+    )
 
     @property
     def degrees(self) -> dict[str, N]:
@@ -176,15 +183,21 @@ class LayoutFields(Generic[N]):
         shared = {Shard.OPTIMIZER: copies, Shard.GRADIENTS: copies, Shard.WEIGHTS: copies}
         return Shard.look_up(self.shard, {Shard.NONE: 1, **shared})
 
+    def in_replica(self, copies: N) -> N:
+        """Return how many of these devices, which have copies of a weight, share its state: those of one replica."""
+        whole: N = copies // self.replicas
+        share: N = whole + (whole == 0)  # none in layouts that no rule has looked at yet
+        return share
+
     @property
     def dense_shards(self) -> N:
         """Return the number of devices that share the optimizer's state of a dense weight."""
-        return self._sharers(self.dp * self.cp)
+        return self._sharers(self.in_replica(self.dp * self.cp))
 
     @property
     def expert_shards(self) -> N:
         """Return the number of devices that share the optimizer's state of an expert weight."""
-        return self._sharers(self.edp)
+        return self._sharers(self.in_replica(self.edp))
 
     @property
     def full_recompute(self) -> N:
@@ -311,6 +324,7 @@ class Layout(LayoutFields[int]):
         words += [f"mbs{self.micro_batch}"]
         words += ["sp"] if self.sequence_parallel else []
         words += [self.shard_text] if self.shard else []
+        words += [f"replicas{self.replicas}"] if self.replicas > 1 else []
         words += [f"group {self.microbatch_group}"] if self.microbatch_group else []
         words += [f"recompute {self.recompute_text}"] if self.recompute is not Recompute.NONE else []
         usual, now = {*OverlapSet(default_overlaps(self.shard))}, {*self.overlaps}

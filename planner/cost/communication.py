@@ -50,7 +50,8 @@ class ProcessGroup:
 def process_group(axis: str, layout: Layout) -> ProcessGroup:
     """Return the process group of an axis, in megatron-core's order of ranks: tp, cp, ep, dp, pp, innermost first.
 
-    "dp" is the group that reduces dense gradients (dp and cp together), "edp" the group that reduces those of experts.
+    "dp" is the group that reduces dense gradients (dp and cp together), "edp" the group that reduces those of experts;
+    with several replicas, the innermost part of it, which shares the state of one replica.
     Source: megatron-core 0.16.1, parallel_state.py:562.
     """
     match axis:
@@ -59,11 +60,11 @@ def process_group(axis: str, layout: Layout) -> ProcessGroup:
         case "cp":
             return ProcessGroup(layout.cp, layout.tp)
         case "dp":
-            return ProcessGroup(layout.dp * layout.cp, layout.tp)
+            return ProcessGroup(layout.in_replica(layout.dp * layout.cp), layout.tp)
         case "ep":
             return ProcessGroup(layout.ep, layout.etp)
         case "edp":
-            return ProcessGroup(layout.edp, layout.etp * layout.ep)
+            return ProcessGroup(layout.in_replica(layout.edp), layout.etp * layout.ep)
         case "pp":
             return ProcessGroup(layout.pp, layout.world // layout.pp)
     raise ValueError(f"no axis {axis!r}")
@@ -82,6 +83,18 @@ def group_nodes(size: int, stride: int, per_node: int, count: int) -> tuple[int,
             members = Counter((first + i * stride) // per_node for i in range(size))
             most, fewest = max(most, len(members)), min(fewest, *members.values(), size)
     return most, fewest
+
+
+def state_collective_seconds(kind: str, cluster: Cluster, layout: Layout, *parts: tuple[float, ProcessGroup]) -> float:
+    """Return the seconds of a collective over the groups "dp" and "edp" that share state: see `collective_seconds`.
+
+    With several replicas, each device then adds up its part of a reduced tensor with those of the other replicas.
+    """
+    seconds = collective_seconds(kind, cluster, *parts)
+    if layout.replicas > 1 and kind == "reduce_scatter":
+        across = ((n / g.size, ProcessGroup(layout.replicas, g.stride * g.size)) for n, g in parts)
+        seconds += collective_seconds("all_reduce", cluster, *across)
+    return seconds
 
 
 def collective_seconds(kind: str, cluster: Cluster, *parts: tuple[float, ProcessGroup]) -> float:
@@ -223,5 +236,5 @@ def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) 
     axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
     link = cluster.outer
     peers = 0 if profile.experts.deduplicated_dispatch else min(layout.ep, PEERS) - 1
-    groups = sum(process_group(axis, layout).size > 1 for axis in axes)
+    groups = sum(process_group(axis, layout).size > 1 for axis in axes) + (layout.replicas > 1)
     return cluster.device.context_nbytes + groups * link.group_nbytes + link.peer_nbytes * peers

@@ -76,9 +76,9 @@ def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequenc
     )
 
 
-def shard_cost_fields(x: LayoutFields[N]) -> tuple[N, N, N, N]:
+def shard_cost_fields(x: LayoutFields[N]) -> tuple[N, N, N, N, N]:
     """Return what the costs of sharded weights depend on, beside node costs; zeros where none are sharded."""
-    return x.fsdp * x.shard, x.fsdp * x.reshard, x.fsdp * x.dp * x.cp, x.fsdp * x.edp
+    return x.fsdp * x.shard, x.fsdp * x.reshard, x.fsdp * x.dp * x.cp, x.fsdp * x.edp, x.fsdp * x.replicas
 
 
 def pass_seconds(dense: float, experts: float, layout: Layout, job: Job) -> float:
@@ -133,7 +133,7 @@ def _unit_seconds(transition: Transition, nbytes: Rows, job: Job, layout: Layout
     return np.array(
         [
             sum(
-                communication.collective_seconds(kind, job.cluster, (n, group))
+                communication.state_collective_seconds(kind, job.cluster, layout, (n, group))
                 for n, group in zip(row, groups, strict=True)
             )
             for row in nbytes.tolist()

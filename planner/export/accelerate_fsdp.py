@@ -43,6 +43,10 @@ def fsdp_table(plan: Plan) -> str:
     x = plan.layout
     _check_layout(plan)
     keys = "".join(f"  fsdp_{key}: {value}\n" for key, value in _keys(x))
+    if x.replicas > 1:
+        sizes = {"replicate": x.replicas, "shard": x.dp // x.replicas}
+        sized = "".join(f"  parallelism_config_dp_{kind}_size: {size}\n" for kind, size in sizes.items())
+        keys += f"parallelism_config:\n{sized}"
     return f"fsdp_config:\n{keys}"
 
 

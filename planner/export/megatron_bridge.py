@@ -97,6 +97,7 @@ def _fsdp(x: Layout, m: DecoderModel) -> Iterator[tuple[str, object]]:
     yield "checkpoint.ckpt_format", CHECKPOINTS if x.fsdp else "torch_dist"
     if x.fsdp:
         yield "ddp.data_parallel_sharding_strategy", STRATEGIES[x.shard]
+        yield "ddp.num_distributed_optimizer_instances", x.replicas
         yield "ddp.average_in_collective", False
         yield "model.gradient_accumulation_fusion", False
         yield "dist.use_tp_pp_dp_mapping", False

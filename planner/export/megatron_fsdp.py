@@ -36,8 +36,14 @@ def fsdp_options(plan: Plan, m: DecoderModel, target: Target) -> Iterator[Option
     if plan.workload.precision is not Precision.BF16:
         what = f"--shard {x.shard} in {plan.workload.precision}: Megatron-FSDP keeps a second copy of the weights"
         refuse(target, what, "plan with --precision bf16, or --shard optimizer")
+    if x.replicas > 1 and m.moe:
+        # mcore_fsdp_adapter.py: with several instances, _init_dist_index builds no mesh for experts.
+        what = f"{x.replicas} replicas of a model with experts: Megatron-FSDP shards those over all ranks only"
+        refuse(target, what, "plan with --replicas 1")
     yield option("use-megatron-fsdp")
     yield option("data-parallel-sharding-strategy", STRATEGIES[x.shard])
+    if x.replicas > 1:
+        yield option("num-distributed-optimizer-instances", x.replicas)
     yield option("no-gradient-accumulation-fusion")
     yield option("ckpt-format", CHECKPOINTS)
     if on_meta_device(x, m):

@@ -178,7 +178,11 @@ def _chunks_note(x: Layout) -> str:
 
 def _parallelism(plan: Plan, stages: tuple[StageLayers, ...]) -> Iterator[tuple[str, object]]:
     x = plan.layout
-    replicas, shards = (1, x.dp) if x.shard else (x.dp, 1)
+    if x.dp % x.replicas:
+        _refuse(
+            f"{x.replicas} replicas of dp {x.dp}: each of its replicas has whole cp groups", "plan with --replicas 1"
+        )
+    replicas, shards = (x.replicas, x.dp // x.replicas) if x.shard else (x.dp, 1)
     yield "data_parallel_replicate_degree", replicas
     yield "data_parallel_shard_degree", shards
     yield "fsdp_reshard_after_forward", _reshard_after_forward(x, x.microbatches(plan.workload.batch))

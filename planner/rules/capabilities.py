@@ -199,7 +199,25 @@ def _overlaps_text(case: Case[Layout]) -> Words:
     return f"the runtime does not run `--overlap {named}`", "use `--overlap gradients weights`, or export the plan"
 
 
+def _replicas(case: Case[L]) -> Truth:
+    holds: Truth = case.layout.replicas == 1
+    return holds
+
+
+def _replicas_text(case: Case[Layout]) -> Words:
+    return f"the runtime does not run {case.layout.replicas} replicas", "use --replicas 1, or export the plan"
+
+
 RUNTIME_RULES = (
+    Rule(
+        id="runtime-replicas",
+        sentence="The runtime shares state over all data-parallel ranks, or none.",
+        fix="use --replicas 1, or export the plan",
+        owner=Owner.RUNTIME,
+        source="nobody has shown that the result is right",
+        holds=_replicas,
+        explain=_replicas_text,
+    ),
     Rule(
         id="runtime-precision",
         sentence=f"The runtime trains in {TRAINED_TEXT}.",

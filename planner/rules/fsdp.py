@@ -9,6 +9,7 @@ from megaloom.planner.contract.choices import GradReduce, Overlap, Reshard, Shar
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision
 
+from .divisors import divisors, nearest
 from .rule import (
     Case,
     L,
@@ -51,6 +52,23 @@ def _reshard_text(case: Case[Layout]) -> Words:
     x = case.layout
     message = f"`--reshard {x.reshard}` needs `--shard weights`, got `--shard {x.shard}`"
     return message, f"use --shard weights, or --reshard {Reshard.MICRO_BATCH}"
+
+
+def _replicas(case: Case[L]) -> Truth:
+    x = case.layout
+    whole = ((x.dp * x.cp) % x.replicas == 0) & ((x.edp % x.replicas == 0) | (not case.requirements.experts))
+    holds: Truth = (x.replicas == 1) | (whole & (x.dp * x.cp > x.replicas) & (x.fsdp == 1))
+    return holds
+
+
+def _replicas_text(case: Case[Layout]) -> Words:
+    x = case.layout
+    if not x.fsdp:
+        return f"{x.replicas} replicas need {SHARDS.replace(' and ', ' or ')}, got {_flag(x)}", "use --replicas 1"
+    copies = f" and of edp = {x.edp}" if x.edp % x.replicas else ""
+    message = f"{x.replicas} replicas are no proper divisor of dp x cp = {x.dp * x.cp}{copies}"
+    works = [n for n in divisors(x.dp * x.cp, x.edp) if n < x.dp * x.cp]
+    return message, f"use --replicas {nearest(x.replicas, works)}"
 
 
 def _precision(case: Case[L]) -> Truth:
@@ -137,6 +155,16 @@ FSDP_RULES = (
         source="only sharded weights are gathered for each pass",
         holds=_reshard,
         explain=_reshard_text,
+    ),
+    Rule(
+        id="fsdp-replicas",
+        sentence=f"Several replicas need {SHARDS.replace(' and ', ' or ')}; they are a proper divisor of dp x cp, "
+        "and of the copies of experts.",
+        fix="use --replicas 1, or a proper divisor of dp x cp",
+        owner=Owner.PLANNER,
+        source="each replica has all of the state, in equal parts",
+        holds=_replicas,
+        explain=_replicas_text,
     ),
     Rule(
         id="fsdp-precision",

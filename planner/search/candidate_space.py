@@ -144,6 +144,7 @@ class CandidateSpace:
         plain["vocab_multiple"] = ones * self.fixed.get("vocab_multiple", VOCAB_MULTIPLE)
         plain["grad_reduce"] = ones * self.fixed.get("grad_reduce", GradReduce.FP32)
         plain["reshard"] = ones * self.fixed.get("reshard", Reshard.MICRO_BATCH)
+        plain["replicas"] = ones * self.fixed.get("replicas", 1)
         degrees = Layouts(**plain | columns)
         first, which = alike(degrees.sequence_parallel, degrees.tp, degrees.ep)
         overlaps = [column("overlaps", self._inner_overlaps(degrees[int(i)])) for i in first]

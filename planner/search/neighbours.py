@@ -101,7 +101,7 @@ def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
     for shard in (shard for shard in Shard if shard is not x.shard):
         overlaps = default_overlaps(shard) if x.overlaps & ~int(MICROBATCH_OVERLAPS) == default_overlaps(x.shard) else 0
         kept = x.overlaps & int(MICROBATCH_OVERLAPS) if overlaps else x.overlaps
-        yield evolve(x, shard=shard, reshard=Reshard.MICRO_BATCH, overlaps=OverlapSet(overlaps | kept))
+        yield evolve(x, shard=shard, reshard=Reshard.MICRO_BATCH, replicas=1, overlaps=OverlapSet(overlaps | kept))
     for overlap in pricer.inner:
         yield evolve(x, overlaps=OverlapSet(x.overlaps ^ overlap.bit))
 
@@ -120,6 +120,7 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
         microbatch_group=group,
         shard=x.shard if x.dp * x.cp > 1 else Shard.NONE,
         reshard=x.reshard if x.dp * x.cp > 1 else Reshard.MICRO_BATCH,
+        replicas=x.replicas if x.dp * x.cp > x.replicas else 1,
     )
     inner = {Overlap.TENSOR: sp, Overlap.EXPERTS: x.ep > 1 and not x.full_recompute and (x.pp == 1 or x.vpp > 1)}
     switched_off = {*OverlapSet(default_overlaps(origin.shard))} - {*origin.overlaps}

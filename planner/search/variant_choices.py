@@ -33,9 +33,11 @@ FixedValues = tuple[tuple[str, Any], ...]  # some of these, hashable
 
 
 def implied(fixed: FixedAxes) -> FixedAxes:
-    """Return the fixed fields, with what they imply: selective recompute by its modules, sharded weights by reshard."""
+    """Return the fixed fields, with what they imply: selective recompute by its modules, sharded weights by reshard
+    and replicas.
+    """
     recompute = {"recompute": Recompute.SELECTIVE} if fixed.get("recompute_modules") else {}
-    shard = {"shard": Shard.WEIGHTS} if fixed.get("reshard") else {}
+    shard = {"shard": Shard.WEIGHTS} if fixed.get("reshard") or fixed.get("replicas", 1) > 1 else {}
     return {**recompute, **shard, **fixed}
 
 

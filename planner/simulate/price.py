@@ -233,11 +233,11 @@ def end_of_step(
         whole = [(nbytes * n, group) for n, group in parts]
         last = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
         if layout.has_overlap(overlap):  # at least the last bucket is exposed; the rest takes a share of the device
-            took = communication.collective_seconds(kind, cluster, *whole)
-            least = max(communication.collective_seconds(kind, cluster, *last), took - hidden)
+            took = communication.state_collective_seconds(kind, cluster, layout, *whole)
+            least = max(communication.state_collective_seconds(kind, cluster, layout, *last), took - hidden)
             exposed.append(least + (took - least) * job.sm_share)
         else:  # dense weights, then expert weights
-            exposed.append(sum(communication.collective_seconds(kind, cluster, part) for part in whole))
+            exposed.append(sum(communication.state_collective_seconds(kind, cluster, layout, part) for part in whole))
     shard = params / layout.dense_shards + experts / layout.expert_shards
     copied = 0 if precision is Precision.FP32 or layout.fsdp else COPIED
     moved = (optimizer.moved_in_step_nbytes(layout.grad_reduce) + copied) * shard

@@ -97,7 +97,7 @@ def cases(draw: st.DrawFn) -> Case:
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2)]))
     m = pp * draw(st.integers(1, 4)) if vpp > 1 else draw(st.integers(1, 4 * pp))
     mode, layers = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1), ("full", 2)]))
-    dp = draw(st.integers(1, 2))
+    dp = draw(st.sampled_from([1, 2] if pp == 3 else [1, 2, 4]))
     full = ["gradients", "weights"] if dp > 1 and (pp == 1 or not model_structure(g).shared_weights) else []
     shard = draw(st.sampled_from(["none", "optimizer", *full]))
     x = Layout(
@@ -108,6 +108,7 @@ def cases(draw: st.DrawFn) -> Case:
         recompute_layers=layers,
         shard=shard,
         reshard=draw(st.sampled_from(["micro-batch", "step"])) if shard == "weights" else "micro-batch",
+        replicas=draw(st.sampled_from([1, 2])) if dp == 4 and shard in full else 1,
         micro_batch=draw(st.sampled_from([1, 2, 3])),
         microbatch_group=draw(st.sampled_from([0, m])) if m > pp and vpp > 1 else 0,
     )

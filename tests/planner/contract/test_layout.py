@@ -173,6 +173,8 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", SHARES | {"overlaps": WEIGHTS[1:]}, {}, "overlap-weights", "add gradients", {"overlaps": WEIGHTS}),
     ("gpt2", FSDP | {"dp": 1}, {}, "fsdp-ranks", "use dp 2 or more", {"dp": 2}),
     ("gpt2", {"dp": 2, "reshard": "step"}, {}, "fsdp-reshard", "use --shard weights", {"shard": "weights"}),
+    ("gpt2", {"dp": 4, "replicas": 2}, {}, "fsdp-replicas", "use --replicas 1", {"replicas": 1}),
+    ("gpt2", FSDP | {"dp": 4, "replicas": 4}, {}, "fsdp-replicas", "use --replicas 2", {"replicas": 2}),
     ("gpt2", FSDP | {"grad_reduce": "bf16"}, {}, "fsdp-grad-reduce", "use --grad-reduce fp32", {"grad_reduce": "fp32"}),
     ("gpt2", FSDP | {"overlaps": ()}, {}, "fsdp-overlap", "add gradients and weights", {"overlaps": WEIGHTS}),
     (

@@ -20,13 +20,19 @@ from megaloom.planner import cluster
 from megaloom.planner.contract.choices import Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
-from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
-from megaloom.planner.cost.communication import collective_seconds, process_group
+from megaloom.planner.cost.communication import (
+    ProcessGroup,
+    collective_seconds,
+    process_group,
+    state_collective_seconds,
+)
 from megaloom.planner.cost.cost_table import cost_table
 from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.cost.profiles.frameworks import MEGATRON
 from megaloom.planner.search.pricing import Pricer
+from megaloom.planner.search.search import plan as search
 
 MODELS = {
     "dense": llama("dense", layers=4, heads=8, kv_heads=4, embed=256, ff=512, vocab=2048),
@@ -144,3 +150,30 @@ def test_a_choice_has_the_name_of_the_command_line() -> None:
     assert [str(x) for x in Reshard] == ["micro-batch", "step"]
     assert [str(x) for x in Shard] == ["none", "optimizer", "gradients", "weights"]
     assert str(Layout(dp=2, shard="weights", reshard="step")) == "dp2 mbs1 shard weights, reshard each step"
+
+
+def test_replicas_share_state_among_fewer_and_add_up_their_parts() -> None:
+    """8 ranks in 2 replicas: state of 4 ranks each, their collectives, and an all-reduce of a quarter over 2."""
+    one, two = Layout(dp=4, shard="weights"), Layout(dp=8, shard="weights", replicas=2)
+    assert state_bytes(1000, 0, one, Precision.BF16) == state_bytes(1000, 0, two, Precision.BF16)
+    assert process_group("dp", two) == process_group("dp", one)
+    work = pricer("dense").cost_cache.job
+    parts = (4e6, process_group("dp", two))
+    quarter = (1e6, ProcessGroup(2, 4))
+    for kind, more in (
+        ("all_gather", 0.0),
+        ("reduce_scatter", collective_seconds("all_reduce", work.cluster, quarter)),
+    ):
+        took = state_collective_seconds(kind, work.cluster, two, parts)
+        assert took == pytest.approx(collective_seconds(kind, work.cluster, parts) + more, rel=1e-12)
+    slow, fast = (pricer("dense").price(evolve(two, replicas=n)).prediction.step_seconds for n in (2, 1))
+    assert slow != fast
+
+
+def test_a_search_with_replicas_shards_weights() -> None:
+    model = MODELS["dense"]
+    work, fixed = Workload(seq=64, batch=32), {"replicas": 2}
+    made = search(model, cluster("8xH100"), work, ref="", fixed=fixed, runtime=Runtime.MEGATRON)
+    x = made.best.layout
+    assert x.replicas == 2 and x.shard is Shard.WEIGHTS and x.dense_shards == x.dp * x.cp // 2
+    assert made.best.predicted.step_seconds == min(p.predicted.step_seconds for p in (made.best, *made.others))

@@ -222,6 +222,22 @@ def test_accelerate_refuses(layout: Layout, what: str, instead: str) -> None:
     assert what in message and instead in message
 
 
+def test_replicas_are_those_of_each_program() -> None:
+    """Two replicas share state over four ranks each; the Megatron programs call them instances."""
+    x, batch = Layout(dp=8, shard="weights", replicas=2), {"batch": 8}
+    parallelism = tomllib.loads(exported(Target.TORCHTITAN, x, **batch))["parallelism"]
+    assert [parallelism[f"data_parallel_{kind}_degree"] for kind in ("replicate", "shard")] == [2, 4]
+    assert vars(parsed(exported(Target.MEGATRON_LM, x)))["num_distributed_optimizer_instances"] == "2"
+    assert "ddp.num_distributed_optimizer_instances=2\n" in exported(Target.MEGATRON_BRIDGE, x)
+    config = yaml.safe_load(exported(Target.ACCELERATE, x))["parallelism_config"]
+    assert [config[f"parallelism_config_dp_{kind}_size"] for kind in ("replicate", "shard")] == [2, 4]
+    experts = Layout(dp=8, ep=2, shard="weights", replicas=2)
+    assert "replicas of a model with experts" in refused(Target.MEGATRON_LM, experts, name="mixtral-8x7b")
+    split = Layout(dp=2, cp=2, shard="weights", replicas=4)
+    assert "4 replicas of dp 2" in refused(Target.TORCHTITAN, split, batch=2)
+    assert "the runtime does not run 2 replicas" in refused(Target.SLURM, x)
+
+
 @pytest.mark.parametrize("target", [Target.SLURM, Target.KUBERNETES, Target.SKYPILOT])
 def test_a_job_of_our_own_runtime_has_the_plan_itself(target: Target) -> None:
     assert "megaloom.runtime.cli train" in exported(target, WEIGHTS)

@@ -314,6 +314,7 @@ def test_every_field_of_a_layout_is_known_here() -> None:
         "vocab_multiple",
         "grad_reduce",
         "reshard",
+        "replicas",
     }
 
 
