@@ -14,6 +14,7 @@ from .training_run import UnfitError
 # Parts of a published GPU name beside its kind: vendor, number, memory type, "(inferred)".
 _OTHER_WORDS = re.compile(r"\(.*|\b\d+\s*[x*] ?|\b(nvidia|tensor|core|gpus?|hbm\d?e?)\b")
 _GIGABYTES = re.compile(r"\b(\d+)\s*gi?b\b")
+PUBLISHED_NAMES = {"H100-96GB-HBM2e-500W": "H100-HBM2e-500W"}  # of published_devices
 MEMORY_TOLERANCE = 0.15  # published sizes are rounded: 278 GB for 288, 80 GB for 80 GiB
 # Fewer than 16 bits may stand anywhere, as in "bf16 gradients, MXFP8"; of wider types the first one counts.
 _NARROW = (
@@ -26,6 +27,8 @@ _WIDE = re.compile(r"(?P<bf16>bf16|bfloat16)|(?P<fp16>fp16|float16)|(?P<fp32>fp3
 
 def row_device(row: Row) -> str:
     """Return our preset of a row's GPU, such as H100 for "8x H100-SXM5-80GB". Raises UnfitError for other memory."""
+    if row_text(row, "gpu") in PUBLISHED_NAMES:
+        return PUBLISHED_NAMES[row_text(row, "gpu")]
     words = row_text(row, "gpu").lower()
     sizes = [int(n) for n in _GIGABYTES.findall(words)]
     kind = "-".join(re.findall(r"[a-z0-9]+", _OTHER_WORDS.sub(" ", _GIGABYTES.sub(" ", words))))

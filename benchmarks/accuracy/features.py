@@ -19,6 +19,8 @@ from megaloom.planner.cost.profiles.kernel_features import (
     TORCH_KERNELS,
 )
 
+from . import sharded_features
+
 # Software before Megatron-Bridge.
 SLOW_MEMORY_KERNELS = Feature(
     name="slow-memory-kernels",
@@ -237,8 +239,8 @@ DEEPSPEED_PIPELINE = Feature(
         "bucket_nbytes": coded(
             2 * 2 * 500_000_000, "DeepSpeed ZeRO 1 of early 2022, runtime/config.py: buckets of 5e8 elements"
         ),
-        "stage_output_saved": coded(True, "DeepSpeed, runtime/pipe/engine.py: pipeline buffers keep the outputs"),
     },
+    saved={"stage_output": coded(True, "DeepSpeed, runtime/pipe/engine.py: pipeline buffers keep the outputs")},
 )
 DEEPSPEED_FP16_OPTIMIZER = Feature(
     name="deepspeed-fp16-optimizer",
@@ -275,7 +277,11 @@ NANOTRON_LOSS = Feature(
 FEATURES: Mapping[str, Feature] = MappingProxyType(
     {
         feature.name: feature
-        for feature in (TORCH_KERNELS, MEGALOOM_KERNELS, ENGINE_KERNELS, *globals().copy().values())
+        for feature in (
+            *(TORCH_KERNELS, MEGALOOM_KERNELS, ENGINE_KERNELS),
+            *globals().copy().values(),
+            *vars(sharded_features).values(),
+        )
         if isinstance(feature, Feature)
     }
 )

@@ -12,6 +12,7 @@ from .features import (
     DEEPSPEED_BF16_OPTIMIZER,
     DEEPSPEED_FP16_OPTIMIZER,
     DEEPSPEED_PIPELINE,
+    FP16_GRADIENTS,
     FUSED_LOSS,
     GRADIENTS_16,
     NANOTRON_LOSS,
@@ -21,6 +22,16 @@ from .features import (
     SCATTERED_SENDS,
     SLOW_MEMORY_KERNELS,
     UNFUSED_ATTENTION,
+)
+from .sharded_features import (
+    COMPILED_BLOCKS,
+    COMPOSER_KERNELS,
+    FLASH_ATTENTION_2_HOPPER,
+    FLAT_PARAMETERS,
+    FUSED_STEP,
+    REPEATED_KEYS,
+    TITAN_LOSS,
+    TORCH_TENSOR_PARALLEL,
 )
 
 MEGATRON_CORE = compose("megatron-core", [NO_OVERLAP_BUFFERS], MEGATRON)
@@ -32,6 +43,14 @@ MEGATRON_2021 = compose("megatron-lm-2021", [UNFUSED_ATTENTION, SCATTERED_SENDS]
 DEEPSPEED_FP16 = compose("deepspeed-fp16", [DEEPSPEED_PIPELINE, DEEPSPEED_FP16_OPTIMIZER], MEGATRON_2021)
 DEEPSPEED_BF16 = compose("deepspeed-bf16", [DEEPSPEED_PIPELINE, DEEPSPEED_BF16_OPTIMIZER], MEGATRON_2021)
 NANOTRON = compose("nanotron", [NANOTRON_LOSS], EAGER)
+LLM_FOUNDRY = compose("llm-foundry", [COMPOSER_KERNELS, FLAT_PARAMETERS], EAGER)
+TORCHTITAN = compose("torchtitan", [FLASH_ATTENTION_2_HOPPER, REPEATED_KEYS, TITAN_LOSS, TORCH_TENSOR_PARALLEL], EAGER)
+FMS_FSDP = compose("fms-fsdp", [TITAN_LOSS, FLAT_PARAMETERS], EAGER)
+LLAMA_3 = compose("llama-3", [COMPILED_BLOCKS, FUSED_STEP], EAGER)
+AUTOMODEL = compose("automodel", [NO_WGRAD_FUSION], MEGATRON_CORE)
+METASEQ = compose("metaseq", [FP16_GRADIENTS], MEGATRON_2021)
+# Frameworks with other kernels than Megatron's; a plan's interval is that of Megatron's.
+OTHER_KERNELS = frozenset(p.name for p in (NANOTRON, LLM_FOUNDRY, TORCHTITAN, FMS_FSDP, LLAMA_3, AUTOMODEL, METASEQ))
 PUBLISHED: Mapping[str, FrameworkProfile] = MappingProxyType(
     {
         profile.name: profile
@@ -45,6 +64,12 @@ PUBLISHED: Mapping[str, FrameworkProfile] = MappingProxyType(
             DEEPSPEED_FP16,
             DEEPSPEED_BF16,
             NANOTRON,
+            LLM_FOUNDRY,
+            TORCHTITAN,
+            FMS_FSDP,
+            LLAMA_3,
+            AUTOMODEL,
+            METASEQ,
         )
     }
 )

@@ -26,10 +26,12 @@ from megaloom.planner.hardware.presets import DEVICE_FIGURES, LINK_FIGURES, OTHE
 
 from .features import FEATURES
 from .frameworks import PUBLISHED
+from .published_devices import PUBLISHED_DEVICES
 from .records import RunRecord
 from .run_files import DATA, OTHER_RUNS, fitted_files, shipped_records
-from .scoreboard import TableBy, markdown, markdown_table, summaries
-from .scoring import Predicted, Validation, validate_files
+from .scoreboard import TableBy, markdown, markdown_table, percent, summaries
+from .scoring import Predicted, Validation, p90, validate_files
+from .sharded_halves import in_fitted_half
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "accuracy"
@@ -92,6 +94,49 @@ def residuals_by_framework() -> str:
         off = [abs(e) for e in errors]
         rows.append((name, str(len(runs)), f"{median(off):.1%}", f"{mean(off):.1%}", f"{mean(errors):+.1%}"))
     return markdown_table(("framework profile", "runs", "median error", "mean error", "bias"), rows)
+
+
+def sharded_runs() -> str:
+    """Return step-time errors of the runs that shard weights or gradients, of the fitted half and of the other."""
+    halves: dict[str, dict[bool, list[Predicted]]] = defaultdict(lambda: {True: [], False: []})
+    for p in classes().rows:
+        if p.training_run.layout.fsdp and p.time_error is not None:
+            for name in (p.training_run.source, "all"):
+                halves[name][in_fitted_half(p.training_run.id)].append(p)
+    rows = [
+        [name, *_half(halves[name][True]), *_half(halves[name][False])]
+        for name in (*sorted({*halves} - {"all"}), "all")
+    ]
+    score = ("runs", "median", "90 %", "bias")
+    return markdown_table(
+        ("source", *(f"{name} (fitted)" for name in score), *(f"{s} (kept back)" for s in score)), rows
+    )
+
+
+def _half(rows: Sequence[Predicted]) -> list[str]:
+    if not rows:
+        return ["0", "", "", ""]
+    errors = [p.time_error or 0.0 for p in rows]
+    sizes = [abs(error) for error in errors]
+    return [str(len(rows)), *map(percent, (median(sizes), p90(sizes), mean(errors)))]
+
+
+def published_devices() -> str:
+    """Return the figures in which devices of published runs differ from their presets."""
+    rows = [
+        (
+            name,
+            device.preset,
+            f"`{field}`",
+            _number(figure.value),
+            DEVICE_FIGURES[field].unit,
+            figure.kind,
+            figure.source,
+        )
+        for name, device in PUBLISHED_DEVICES.items()
+        for field, figure in device.figures.items()
+    ]
+    return markdown_table(("device", "preset", "figure", "value", "unit", "kind", "source"), rows)
 
 
 def gpu_runs() -> str:
@@ -192,8 +237,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "groups": lambda: markdown(fitted(), TableBy.GROUP),
     "largest": largest_residuals,
     "frameworks": residuals_by_framework,
+    "sharded": sharded_runs,
     "gpu-runs": gpu_runs,
     "devices": device_table,
+    "published-devices": published_devices,
     "links": link_table,
     "profiles": profile_table,
     "features": feature_table,

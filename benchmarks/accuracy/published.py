@@ -13,7 +13,7 @@ from typing import Any
 from attrs import frozen
 
 from megaloom.dsl.dims import MAX_LAYERS
-from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Shard
+from megaloom.planner.contract.choices import GradReduce, ModuleSet, OverlapSet, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 
 from .device_words import row_device, row_precision
@@ -21,15 +21,25 @@ from .frameworks import MEGATRON_BRIDGE
 from .models.catalog_models import named_example
 from .models.decoder import Decoder, LatentDims
 from .models.hybrid import Hybrid
-from .published_defaults import MLA_RECOMPUTE, NO_EXPERT_TP, row_chunks, row_options, row_overlap, row_profile
+from .published_defaults import (
+    MLA_RECOMPUTE,
+    NO_EXPERT_TP,
+    row_chunks,
+    row_micro_batch,
+    row_options,
+    row_overlap,
+    row_profile,
+)
 from .records import LeftOut, Measurement, MemoryKind, RunRecord, record_profile
 from .row_values import (
     MAX_EXPERTS,
+    PURE,
     Row,
     row_flag,
     row_integer,
     row_number,
     row_recompute,
+    row_shard,
     row_text,
 )
 from .training_run import UnfitError
@@ -89,8 +99,8 @@ def published_record(row: Row, shipped: Mapping[str, RunRecord | LeftOut]) -> Ru
 
 def _check_supported(row: Row) -> None:
     """Raise UnfitError for a run that the planner does not model."""
-    if row_integer(row, "fsdp", 1) > 1 or "FSDP" in row_text(row, "zero_stage"):
-        raise UnfitError("weights are sharded (FSDP)")
+    if row_integer(row, "fsdp", 1) > 1 and row_integer(row, "dp", 1) > 1:
+        raise UnfitError("weights are sharded over a part of the data-parallel ranks (HSDP)")
     if (task := row_text(row, "task")).lower() not in TASKS:
         raise UnfitError(f"the task is {task}, not pre-training")
     if (schedule := row_text(row, "schedule")).startswith(("ZB", "DualPipe")):
@@ -181,13 +191,14 @@ def _layout(row: Row, profile: str) -> tuple[Layout, int]:
         raise UnfitError(f"tp {tp} x pp {pp} x cp {cp} needs a multiple of {tp * pp * cp} GPUs, not {world}")
     sparse = row_integer(row, "experts", 0) > 0
     ep = row_integer(row, "ep", 1) if sparse else 1
-    dp, micro_batch = world // (tp * pp * cp), row_integer(row, "mbs", 1)
+    dp = world // (tp * pp * cp)
+    micro_batch = row_integer(row, "mbs", row_micro_batch(row, dp, pp))
     batch = row_integer(row, "gbs", dp * micro_batch * row_integer(row, "grad_accum", 0))
     if not batch:
         raise UnfitError("no gbs")
     recipe = MLA_RECOMPUTE if profile == MEGATRON_BRIDGE.name and row.get("mla") else None
     recompute, modules = row_recompute(row.get("recompute", recipe))
-    sequence_parallel = row_flag(row, "sp") and tp > 1
+    sequence_parallel, shard = row_flag(row, "sp") and tp > 1, row_shard(row)
     layout = Layout(
         dp=dp,
         tp=tp,
@@ -198,7 +209,9 @@ def _layout(row: Row, profile: str) -> tuple[Layout, int]:
         vpp=row_chunks(row, pp, profile) if pp > 1 else 1,
         micro_batch=micro_batch,
         sequence_parallel=sequence_parallel,
-        shard=Shard.OPTIMIZER if row_flag(row, "dist_optimizer", default=True) else Shard.NONE,
+        shard=shard,
+        reshard=Reshard.STEP if shard is Shard.WEIGHTS and pp > 1 else Reshard.MICRO_BATCH,
+        grad_reduce=GradReduce.BF16 if PURE in row_text(row, "zero_stage") else GradReduce.FP32,
         recompute=recompute,
         recompute_modules=ModuleSet(modules),
         overlaps=OverlapSet(row_overlap(row, profile, sequence_parallel)),
@@ -231,7 +244,7 @@ def _memory(row: Row) -> tuple[MemoryKind | None, float | None]:
         return None, None
     if "smi" in words:
         return MemoryKind.DEVICE, value
-    return MemoryKind.RESERVED if "reserved" in words else MemoryKind.ALLOCATED, value
+    return MemoryKind.RESERVED if "reserved" in words or "torchtitan log" in words else MemoryKind.ALLOCATED, value
 
 
 def _hybrid(row: Row) -> Hybrid:

@@ -29,6 +29,7 @@ from .frameworks import PUBLISHED
 from .models.catalog_models import named_example
 from .models.decoder import Decoder
 from .models.hybrid import Hybrid
+from .published_devices import PUBLISHED_DEVICES
 from .training_run import TrainingRun, UnfitError
 
 
@@ -73,7 +74,7 @@ class RunRecord:
     example: str = ""
     dropout: float = 0.0
     gpu: str  # name in the source
-    device: str  # name of our preset
+    device: str  # name of our preset, or of a published device
     devices: int
     network: Network | None = None
     cublas_workspace_nbytes: int | None = None
@@ -168,7 +169,10 @@ def _model(record: RunRecord) -> tuple[Model, bool]:
 
 
 def _cluster(record: RunRecord) -> Cluster:
-    made = cluster(f"{record.devices}x{record.device}")
+    other = PUBLISHED_DEVICES.get(record.device)
+    made = cluster(f"{record.devices}x{other.preset if other else record.device}")
+    if other:
+        made = evolve(made, device=other.changed(record.device, made.device))
     if record.cublas_workspace_nbytes is not None:
         made = evolve(made, device=evolve(made.device, library_nbytes=record.cublas_workspace_nbytes))
     if (network := record.network) is not None:

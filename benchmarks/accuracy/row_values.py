@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from math import isfinite, nan
 from typing import Any
 
-from megaloom.planner.contract.choices import Module, Recompute
+from megaloom.planner.contract.choices import Module, Recompute, Shard
 
 from .training_run import UnfitError
 
 Row = Mapping[str, Any]
 MAX_INTEGER = 2**31 - 1
 MAX_EXPERTS = 10_000
+# Words of `zero_stage`: a sharding strategy of torch, and Composer's mixed precision that is all in 16 bits.
+ONLY_GRADIENTS, PURE = "SHARD_GRAD_OP", "PURE"
+# Word of `recompute`: torch's selective activation checkpointing, under which a block keeps the results of some ops.
+OP_CHECKPOINTING = "SAC"
 
 
 def row_integer(row: Row, key: str, default: int | None = None, most: int = MAX_INTEGER) -> int:
@@ -56,11 +60,21 @@ def row_recompute(value: object) -> tuple[Recompute, tuple[Module, ...]]:
     if isinstance(value, list):
         value = f"selective:{','.join(map(str, value))}" if value else "none"
     mode, _, names = str(value or "none").lower().partition(":")
-    if mode.startswith("full"):
+    if mode.startswith("full") or OP_CHECKPOINTING.lower() in mode:
         return Recompute.FULL, ()
     if not mode.startswith("selective"):
         return Recompute.NONE, ()
     return Recompute.SELECTIVE, tuple(m for m in Module if {m, m.removeprefix("mla_")} & set(names.split(",")))
+
+
+def row_shard(row: Row) -> Shard:
+    """Return the state that a row shards: with FSDP weights or gradients, else the distributed optimizer's."""
+    stage = row_text(row, "zero_stage")
+    if ONLY_GRADIENTS in stage:
+        return Shard.GRADIENTS
+    if row_integer(row, "fsdp", 1) > 1 or "FSDP" in stage:
+        return Shard.WEIGHTS
+    return Shard.OPTIMIZER if row_flag(row, "dist_optimizer", default=True) else Shard.NONE
 
 
 def _number(value: object, key: str, kind: str) -> float:

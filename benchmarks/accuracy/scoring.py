@@ -25,7 +25,7 @@ from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.price import Priced
 
-from .frameworks import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
+from .frameworks import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON, OTHER_KERNELS
 from .run_files import read_runs
 from .stage_assignment import by_weights, evenly, filled
 from .training_run import Skipped, TrainingRun
@@ -141,7 +141,7 @@ def predict(run: TrainingRun) -> Predicted:
     nbytes = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
     out_of_memory = max(required_bytes(peak.held) for peak in priced.partition.rank_peaks) > run.cluster.device.nbytes
     most = upper_bytes(nbytes, run.memory_kind or "device", run.profile.kernels.cuda_graphs)
-    known = run.profile.name != NANOTRON.name
+    known = run.profile.name not in OTHER_KERNELS
     class_ = run_class(run.sparse, run.workload.precision, run.cluster.device) if known else OTHER_CLASS
     memory = held_bytes(nbytes, run.memory_kind) / GiB
     return Predicted(run, priced.seconds, memory, out_of_memory, most / GiB, interval(priced.seconds, class_), class_)

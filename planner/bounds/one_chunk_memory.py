@@ -148,7 +148,7 @@ def _filled_stages(
     first = np.array([table.boundary[0] for table in tables], dtype=float)
     in_flight = schedules.first_in_flight(pp, 1, x.microbatches(job.workload.batch), x.microbatch_group)[:, 0]
     entering = np.where(np.arange(pp), received[:, None], first[:, None])  # [layouts, ranks]
-    passes = RECEIVE_BUFFERS + pp * profile.buffers.stage_output_saved if pp > 1 else 0
+    passes = RECEIVE_BUFFERS + pp * profile.saved.stage_output if pp > 1 else 0
     buffers = passes * np.maximum(entering, received[:, None]) + library[:, None]
     free = SLACK * limit - runtime_nbytes[:, None] - ALLOCATED * buffers
     transient = np.repeat(workspace[:, None], pp, axis=1)

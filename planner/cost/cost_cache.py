@@ -48,6 +48,8 @@ NODE_COST_FIELDS = (
     *("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "microbatch_overlap_bits"),
     *("vocab_multiple", "grad_reduce"),
 )
+# Fields of `NodeCost` that a search asks for. No profile of a plan saves results under full recompute.
+SEARCHED_COSTS = ("row", "by_part", "saved_under_full", "workspace")
 NODE_COSTS_OF = attrgetter(*NODE_COST_FIELDS)
 # Ops that may treat each token by itself.
 COUNTED = ("work", "collectives", "saved", "inputs")  # the fields of `Costs` that depend on the tokens
@@ -140,7 +142,7 @@ class CostCache:
         return bare_table(self.job, layout, [self.node_cost(i, layout) for i in range(len(self.structure.kinds))])
 
     def rows(self, x: Layouts) -> tuple[Rows, Rows, Rows, Rows]:
-        """Return the costs of all node kinds under many layouts, field by field of `NodeCost`.
+        """Return the costs of all node kinds under many layouts, one array for each of SEARCHED_COSTS.
 
         Shapes: [layouts, kinds, columns], [layouts, kinds, recompute parts, MODULE_COLUMNS], [layouts, kinds], and
         [layouts, kinds].
@@ -149,7 +151,7 @@ class CostCache:
         for i, seen in enumerate(self._sensitivity):
             layouts, which = distinct[seen.experts, seen.tokenwise]
             nodes = [self._cost(i, layout, seq) for layout, seq in layouts]
-            columns = ([getattr(n, f.name) for n in nodes] for f in fields(NodeCost))
+            columns = ([getattr(n, name) for n in nodes] for name in SEARCHED_COSTS)
             out.append([np.array(column, dtype=float)[which] for column in columns])
         rows, by_part, full, workspace = (np.stack(column, axis=1) for column in zip(*out, strict=True))
         return rows, by_part, full, workspace

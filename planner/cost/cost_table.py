@@ -28,7 +28,7 @@ from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import ModelStructure, NodeKind
 
-from . import communication, kernels, memory
+from . import communication, kernels, memory, torch_blocks
 from .columns import AXIS_COLUMNS, MODULE_COLUMNS, RECOMPUTE_COLUMNS, REPEATED_COLUMNS, CostColumn
 from .core_kernels import core_seconds, separate_seconds, transient_bytes
 from .job import ENGINE_WORKSPACE, Job
@@ -43,6 +43,7 @@ class NodeCost:
     row: Rows  # [columns]
     by_part: Rows  # [recompute parts, MODULE_COLUMNS] seconds that a part repeats, bytes that it frees
     saved_under_full: float  # bytes of saved activations under full recompute
+    kept_under_full: Rows  # [REPEATED_COLUMNS] seconds that full recompute does not repeat
     workspace: int  # transient bytes of its backward pass: gradients of activations, and what its kernels hold
 
 
@@ -53,6 +54,7 @@ class BareTable:
     rows: Rows  # [kinds, columns]
     by_part: Rows  # [kinds, recompute parts, MODULE_COLUMNS]
     saved_under_full: Rows  # [kinds] bytes of saved activations under full recompute
+    kept_under_full: Rows  # [kinds, REPEATED_COLUMNS] seconds that full recompute does not repeat
     boundary: NDArray[np.int64]  # [nodes + 1] bytes that cross a stage boundary before each node
     workspace: int  # transient bytes of a backward pass
     library: int  # bytes that libraries hold for the whole run
@@ -138,6 +140,7 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
         rows=np.array([node.row for node in nodes]),
         by_part=np.array([node.by_part for node in nodes]),
         saved_under_full=np.array([node.saved_under_full for node in nodes]),
+        kept_under_full=np.array([node.kept_under_full for node in nodes]),
         boundary=precision.nbytes * (crossing @ output_elements(shapes, sizes, split)),
         workspace=max(node.workspace for node in nodes),
         library=job.library_nbytes + buffers,
@@ -162,7 +165,7 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
         workspace += int(repeated[:, -1].max())
     elif layout.recompute is Recompute.FULL:
         inside = np.array([kind.in_recomputed_block for kind in structure.kinds])
-        rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * rows[:, REPEATED_COLUMNS]
+        rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * (rows[:, REPEATED_COLUMNS] - bare.kept_under_full)
         workspace += int(structure.largest_block @ bare.rows[:, CostColumn.SAVED])
         rows[:, CostColumn.SAVED] = bare.saved_under_full
     if layout.has_overlap(Overlap.EXPERTS):
@@ -211,8 +214,10 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layo
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
+    kept, kept_nbytes = torch_blocks.kept_results(job, facts, layout)
+    full_saved += kept_nbytes * kind.in_recomputed_block
     transient = transient_bytes(facts, execution, job.workload.precision, layout.cp) if execution.holds_extra else 0
-    return NodeCost(row, by_part, full_saved, 2 * max(each, default=0) + transient)
+    return NodeCost(row, by_part, full_saved, kept, 2 * max(each, default=0) + transient)
 
 
 def cross_entropy_costs(job: Job, kind: NodeKind, layout: Layout, seq: int) -> Rows:
@@ -279,6 +284,11 @@ def _add_kernels(
         host_forward, host_backward = host_forward + launch_forward, host_backward + launch_backward
         modules = NO_MODULES if core and core.kernel.recomputes else work.recomputed_by
         yield CostColumn.FORWARD, modules, max(took.forward + wait_forward, launch_forward)
+    if kind.in_recomputed_block:
+        cast = profile.narrow.cast_moved_nbytes / device.moves
+        uncast_forward, uncast_backward = torch_blocks.uncast_elements(job, facts, layout)
+        row[CostColumn.FORWARD] -= cast * uncast_forward
+        row[CostColumn.BACKWARD] -= cast * uncast_backward
     row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], host_forward)
     row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], host_backward)
     width = profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
@@ -295,13 +305,15 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
         "ep": profile.overlap.experts_hidden * layout.has_overlap(Overlap.EXPERTS) * (1 - job.sm_share),
     }
     attention = [w for w in facts.work if w.kind is WorkKind.ATTENTION]
-    for c in facts.collectives:
-        nbytes, group = c.elements * precision.nbytes, communication.process_group(c.axis, layout)
+    for c in torch_blocks.run_collectives(job, facts):
+        width = torch_blocks.gathered_nbytes(job, c, kind.in_recomputed_block)
+        nbytes, group = c.elements * width, communication.process_group(c.axis, layout)
         if c.axis == "cp" and attention:
             passes = [kernels.kernel_seconds(w, cluster.slowest, precision) for w in attention]
             compute = sum(p.backward if c.backward else p.forward for p in passes)
             queries = sum(w.count * w.m * w.k for w in attention) * precision.nbytes
-            exchange = communication.AttentionExchange(c.kind, nbytes, queries, compute, c.backward)
+            keys = nbytes * torch_blocks.key_repeats(job, facts, layout)
+            exchange = communication.AttentionExchange(c.kind, keys, queries, compute, c.backward)
             way = profile.attention.context_communication
             took = communication.context_parallel_seconds(way, exchange, group, cluster)
         elif c.kind == "all_to_all" and c.axis == "ep" and profile.experts.deduplicated_dispatch:
@@ -315,3 +327,5 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
         row[backward if c.backward else forward] += took
         if not c.backward:
             yield forward, c.recomputed_by, took
+    for c in torch_blocks.gathered_inputs(job, facts):
+        yield CostColumn.SAVED, c.recomputed_by, (c.elements - c.elements // layout.tp) * precision.nbytes

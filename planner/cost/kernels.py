@@ -52,9 +52,6 @@ SCORE_TRAFFIC = 13
 # Selective scans, counted as Megatron-LM counts them, reach this share of the fp32 peak outside of the tensor cores:
 # fitted to steps of Nemotron-H 56B on H100; of Nemotron 3 Nano on Blackwell they take as much. Backward takes twice.
 SCAN, SCAN_BACKWARD = 0.5, 2
-# A narrow product's operand is read once more and written twice, as it is and transposed (Transformer Engine's
-# cast-transpose; each copy of 1 byte), unless the kernel before it does that.
-CAST_TRAFFIC = 2 + 1 + 1
 # Backward, 8-bit products add up in fp32 (Transformer Engine: use_split_accumulator of dgrad and wgrad), for which
 # Hopper leaves its fast accumulation: 0.85 to 1.01 of its speed on an H200, in the mean of 16 products this.
 SPLIT = 0.94
@@ -187,7 +184,7 @@ def _attention(
     keys = min(work.m, work.n) if profile.attention.context_communication is ContextCommunication.P2P else work.n
     channels = min(1.0, work.k / (work.k + HEAD) / (128 / (128 + HEAD)))
     peak = device.flops[precision.wide] * device.sustained
-    reached = peak * device.attend_efficiency * (keys / (keys + HALF) * channels)
+    reached = peak * device.attend_efficiency * (keys / (keys / profile.attention.speed + HALF) * channels)
     backward = max(ATTEND_BACKWARD * work.flops / reached, BACKWARD_TRAFFIC * traffic)
     return KernelSeconds(max(work.flops / reached, traffic), backward, 1, 1)
 
@@ -205,7 +202,7 @@ def _product(
     Products by several experts run on streams: their fused gradients move while others compute.
     """
     peak = device.flops[precision] * device.sustained * device.flops_efficiency
-    peak *= device.narrow_efficiency if precision.narrow else 1.0
+    peak *= device.narrow_efficiency * profile.narrow.product_speed if precision.narrow else 1.0
     peak *= device.nvfp4_efficiency if precision is Precision.NVFP4 else 1.0
     m, n, k = work.m, work.n, work.k
     depth = DEPTH * device.flops[precision] / device.flops[precision.wide]
@@ -220,7 +217,7 @@ def _product(
     ):
         reached = peak * (product_efficiency(*shape, work.count, (n, k), device, depth) * share)
         seconds.append(max(flops / reached, nbytes_seconds) if flops else 0.0)
-    cast = CAST_TRAFFIC * work.count * m / device.moves if precision.narrow else 0.0
+    cast = profile.narrow.cast_moved_nbytes * work.count * m / device.moves if precision.narrow else 0.0
     cast *= profile.experts.separate_casts if work.experts else 1.0
     forward, backward = float(work.flops > 0), float(work.dgrad > 0) + float(work.wgrad > 0)
     return KernelSeconds(seconds[0] + cast * k, seconds[1] + seconds[2] + cast * n, forward, backward, fused)

@@ -25,6 +25,7 @@ from megaloom.planner.contract.devices import Cluster, Link
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication, kernels
 from megaloom.planner.cost.communication import PASSES, ProcessGroup
+from megaloom.planner.cost.profiles.frameworks import OWN
 
 from .cluster_file import CLUSTER_FILE_VERSION
 
@@ -83,7 +84,8 @@ def predicted_seconds(sample: Sample, cluster: Cluster) -> float:
             if sample.kind == "attention":
                 return seconds.forward + seconds.backward
             m, _, k = sample.shape  # a narrow one of operands that are cast already
-            return seconds.forward - (kernels.CAST_TRAFFIC * m * k / device.moves if precision.narrow else 0.0)
+            cast = OWN.narrow.cast_moved_nbytes * m * k / device.moves if precision.narrow else 0.0
+            return seconds.forward - cast
         case "copy":
             return sample.nbytes / device.moves
         case "launch":

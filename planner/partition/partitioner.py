@@ -129,7 +129,7 @@ class PartitionProblem:
         """Return the bytes of the p2p buffers of a stage, by the node where it begins: [nodes + 1]."""
         return (
             (self.layout.pp > 1)
-            * (memory.RECEIVE_BUFFERS + self.layout.pp * self.job.profile.buffers.stage_output_saved)
+            * (memory.RECEIVE_BUFFERS + self.layout.pp * self.job.profile.saved.stage_output)
             * np.maximum(self.table.least_boundary, self.received)
         )
 

@@ -90,7 +90,11 @@ class AttentionSettings:
     context_communication: ContextCommunication = setting(  # noqa: RUF009
         ContextCommunication.ALL_GATHER, "context-parallel communication of keys and values"
     )
+    speed: float = setting(1.0, "speed of fused attention over long sequences", unit="share of the device's")
     output_copied: bool = setting(False, "the output is saved a second time, in sequence-first order")
+    repeats_keys: bool = setting(
+        False, "keys and values are repeated for all heads of queries before context-parallel ranks exchange them"
+    )
     values_share_qkv: bool = setting(False, "values stay a view of the QKV tensor, which is therefore saved whole")
 
 
@@ -178,7 +182,6 @@ class BufferSettings:
         True, "with tensor-parallel overlap, GEMMs have communication buffers of their own"
     )
     bucket_nbytes: int = setting(0, "held by buckets of fixed size", unit="bytes")
-    stage_output_saved: bool = setting(False, "each micro-batch in flight also saves the output of its stage")
     graph_pool_share: float = setting(
         0.0, "extra memory of CUDA-graph pools, as a share of the saved activations", unit="share"
     )
@@ -207,6 +210,36 @@ class ExpertSettings:
     )
     grouped_launch_seconds: float | None = setting(
         None, "launch_seconds of small experts, if they are computed together", unit="seconds per expert"
+    )
+
+
+@frozen(kw_only=True)
+class NarrowSettings:
+    """Matrix products of fewer than 16 bits."""
+
+    product_speed: float = setting(1.0, "speed of such a product", unit="share of the device's")
+    cast_moved_nbytes: int = setting(
+        2 + 1 + 1,
+        "moved as an operand is cast, unless the kernel before it does that",
+        unit="bytes per element",
+        source="Transformer Engine's cast-transpose: an operand is read once more and written twice, as it is and "
+        "transposed, 1 byte each",
+    )
+    cast_before_gathers: bool = setting(
+        False, "operands are cast before they are gathered over tensor-parallel ranks, once for all products"
+    )
+
+
+@frozen(kw_only=True)
+class SavedSettings:
+    """Activations that are saved where others are not."""
+
+    stage_output: bool = setting(False, "each micro-batch in flight also saves the output of its stage")
+    gathered_inputs: bool = setting(
+        False, "inputs that are gathered over tensor-parallel ranks are saved, not gathered again in the backward pass"
+    )
+    every_second_product: bool = setting(
+        False, "full recompute saves the results of attention, of every second product of a node and of reduce-scatters"
     )
 
 
@@ -251,6 +284,8 @@ class Feature:
     buffers: Changes = field(default=UNCHANGED, hash=False)
     experts: Changes = field(default=UNCHANGED, hash=False)
     overlap: Changes = field(default=UNCHANGED, hash=False)
+    narrow: Changes = field(default=UNCHANGED, hash=False)
+    saved: Changes = field(default=UNCHANGED, hash=False)
 
 
 @frozen(kw_only=True)
@@ -265,10 +300,12 @@ class FrameworkProfile:
     buffers: BufferSettings = BufferSettings()
     experts: ExpertSettings = ExpertSettings()
     overlap: OverlapSettings = OverlapSettings()
+    narrow: NarrowSettings = NarrowSettings()
+    saved: SavedSettings = SavedSettings()
     features: tuple[Feature, ...] = field(default=(), eq=False)  # in the order in which they were applied
 
 
-GROUPS = ("kernels", "attention", "optimizer", "sharded_weights", "buffers", "experts", "overlap")
+GROUPS = tuple(group.name for group in fields(Feature) if group.name != "name")
 
 
 def compose(name: str, features: Iterable[Feature], base: FrameworkProfile | None = None) -> FrameworkProfile:

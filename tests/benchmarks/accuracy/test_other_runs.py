@@ -82,7 +82,8 @@ def test_how_a_row_is_written_does_not_matter(sample: dict[str, Any], tmp_path: 
         ("V100-32GB", "V100"),
         ("H200-141GB", "H200"),
         ("H100-PCIe", "H100-PCIE"),  # has less power and no NVLink, and is not known
-        ("H100-96GB-HBM2e-500W", "H100-500W"),
+        ("H100-96GB-HBM2e-500W", "H100-HBM2e-500W"),
+        ("H100-500W", "H100-500W"),
     ],
 )
 def test_a_device_in_other_words(message: str, kind: str) -> None:

@@ -10,7 +10,7 @@ from benchmarks.accuracy.published import published_record
 from benchmarks.accuracy.records import RunRecord
 from benchmarks.accuracy.run_files import shipped_records
 from benchmarks.accuracy.training_run import UnfitError
-from megaloom.planner.contract.choices import Overlap, OverlapSet
+from megaloom.planner.contract.choices import Overlap, OverlapSet, Reshard, Shard
 from tests.support.published import older_rows
 
 ROWS = {row["id"]: row for row in older_rows()}
@@ -22,7 +22,7 @@ def default(row: dict[str, Any]) -> RunRecord:
     return published_record(row, {})
 
 
-@pytest.mark.parametrize("id", [id for id, row in ROWS.items() if not row.get("fsdp")])
+@pytest.mark.parametrize("id", ROWS)
 def test_a_row_of_a_shipped_run_has_the_settings_of_that_run(id: str) -> None:
     shipped, record = shipped_records()[id], published_record(ROWS[id], shipped_records())
     assert isinstance(shipped, RunRecord)
@@ -67,6 +67,51 @@ def test_what_frameworks_overlap_by_default() -> None:
     assert default({**DENSE, "overlap": ["gradients"]}).layout.overlaps == OverlapSet([Overlap.GRADIENTS])
     assert Overlap.EXPERTS in default(SPARSE).layout.overlaps
     assert Overlap.EXPERTS not in default({**SPARSE, "other": None}).layout.overlaps
+
+
+FSDP = next(row for row in ROWS.values() if row.get("fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("change", "features"),
+    [
+        ({}, ("flash-attention-2-hopper",)),
+        ({"gpu": "A100-80GB"}, ("triton-attention",)),
+        ({"gpu": "H100", "source": "another table"}, ("triton-attention-hopper",)),
+        ({"zero_stage": "FULL_SHARD (PURE)"}, ("flash-attention-2-hopper", "pure-16-bits")),
+        ({"framework": "torchtitan", "other": "torch.compile"}, ("compiled-blocks", "fused-step")),
+        (
+            {"framework": "torchtitan", "other": "async TP", "recompute": "per-op SAC", "source": "h100_202412"},
+            ("async-tensor-parallel", "kept-products"),
+        ),
+        ({"framework": "torchtitan", "precision": "FP8 tensorwise"}, ("fused-step", "float8-linear")),
+        ({"framework": "torchtitan", "precision": "FP8 rowwise"}, ("fused-step", "float8-rowwise")),
+    ],
+)
+def test_features_of_frameworks_that_shard_weights(change: dict[str, Any], features: tuple[str, ...]) -> None:
+    assert default({**FSDP, **change}).features == features
+
+
+@pytest.mark.parametrize(
+    ("change", "shard", "reshard"),
+    [
+        ({}, Shard.WEIGHTS, Reshard.MICRO_BATCH),
+        ({"zero_stage": "SHARD_GRAD_OP (DEFAULT)"}, Shard.GRADIENTS, Reshard.MICRO_BATCH),
+        ({"fsdp": 256, "pp": 2}, Shard.WEIGHTS, Reshard.STEP),
+        ({"fsdp": None, "zero_stage": None}, Shard.OPTIMIZER, Reshard.MICRO_BATCH),
+        ({"fsdp": None, "zero_stage": None, "dist_optimizer": False}, Shard.NONE, Reshard.MICRO_BATCH),
+    ],
+)
+def test_what_a_row_shards(change: dict[str, Any], shard: Shard, reshard: Reshard) -> None:
+    layout = default({**FSDP, **change}).layout
+    assert (layout.shard, layout.reshard) == (shard, reshard)
+    assert layout.world == FSDP["num_gpus"]
+
+
+def test_pipelines_of_torchtitan_have_as_many_micro_batches_as_stages() -> None:
+    row = {**FSDP, "framework": "torchtitan", "pp": 8, "fsdp": 64, "gbs": 2048, "mbs": None, "grad_accum": None}
+    assert default(row).layout.micro_batch == 4
+    assert default({**row, "schedule": "Interleaved 1F1B"}).layout.vpp == 2
 
 
 @pytest.mark.parametrize(

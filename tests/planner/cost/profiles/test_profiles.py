@@ -30,7 +30,6 @@ from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost.columns import CostColumn
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.kernels import (
-    CAST_TRAFFIC,
     MEMORY_KERNELS,
     SPLIT,
     kernel_seconds,
@@ -100,7 +99,7 @@ def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None
         ("GB200", Precision.FP8, 1),
     ):
         device = PRESETS[name].device
-        cast = CAST_TRAFFIC * n * n / device.moves if precision.narrow else 0.0
+        cast = MEGATRON.narrow.cast_moved_nbytes * n * n / device.moves if precision.narrow else 0.0
         took = kernel_seconds(work, device, precision, MEGATRON)
         assert took.backward - cast == pytest.approx(2 * slower * (took.forward - cast))
 
