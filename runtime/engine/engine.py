@@ -98,7 +98,7 @@ class Engine:
         methods of `Steps`. For the other options see `shard`. Raise UserError for a plan that the runtime does not run.
         """
         _check(plan, model, recipe)
-        part = RankModel.build(plan, model, recipe.seed, weights, adapters_of(model))
+        part = RankModel.build(plan, model, recipe.seed, weights, adapters_of(model), sharded=plan.layout.fsdp)
         recipe = recipe if weights is None else fine_tuning(recipe, model)
         shared_gradients = part.shared_gradients()
         state = TrainingState.of(part, recipe, parameter_groups, average)

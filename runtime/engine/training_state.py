@@ -56,6 +56,8 @@ class TrainingState:
         config.moe_router_bias_update_rate = recipe.bias_update_rate
         assign_groups(part.chunks, parameter_groups)
         chunks = wrap(part.chunks, config, groups, recipe.ddp_bucket_size)
+        if groups.layout.fsdp:
+            part.fill_rows()
         optimizer = make_optimizer(recipe, chunks, config, groups, parameter_groups)
         config.grad_scale_func = optimizer.scale_loss
         return cls(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ class RowShard:
     start: int
     stop: int
     group: dist.ProcessGroup
+    dtype: torch.dtype  # of the gathered parameter
 
 
 def row_shard(p: Tensor) -> RowShard | None:
@@ -41,6 +43,12 @@ def own_values(p: Tensor) -> Tensor:
     """Return the elements of a parameter that this rank holds, as a plain tensor."""
     shard = row_shard(p)
     return p if shard is None else shard.values
+
+
+def gathered_dtype(p: Tensor) -> torch.dtype:
+    """Return the type of a parameter where it is computed with."""
+    shard = row_shard(p)
+    return p.dtype if shard is None else shard.dtype
 
 
 def own_rows(x: Whole, p: Tensor) -> Whole:

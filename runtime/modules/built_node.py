@@ -23,7 +23,7 @@ from megaloom.dsl.sharding_table import WHOLE
 from megaloom.planner.contract.module_kinds import module_parameters, runs_as_module
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.process_groups import ProcessGroups
-from megaloom.runtime.megatron.weight_shards import own_rows, own_values, row_shard
+from megaloom.runtime.megatron.weight_shards import gathered_dtype, own_rows, own_values, row_shard
 from megaloom.runtime.weights.views import Box, View, boxes_reader, stored_boxes, symbol, values_of, with_readers
 
 from .initial_weights import given_weight
@@ -58,14 +58,25 @@ class BuiltNode:
     def fill(self, draw: Draw) -> None:
         """Copy this rank's shard of each full parameter into the module, and of each buffer that is a weight.
 
-        Of a view only the shard is read, one parameter after the other.
+        Of a view only the shard is read, one parameter after the other. Parameters on the meta device are left out.
         """
         full, targets = self.full(draw), dict(self.module.named_parameters())
         targets |= {name: b for name, b in self.module.named_buffers() if name in full}
         kind = type(self.module).__name__
         assert targets.keys() == full.keys(), f"{kind} has {targets.keys()}, the layer {full.keys()}"
         for name, p in targets.items():
-            own_values(p).copy_(values_of(self.shard(full[name], p)))
+            if not p.is_meta:
+                p.copy_(values_of(self.shard(full[name], p)))
+
+    @torch.no_grad()
+    def fill_rows(self, draw: Draw) -> None:
+        """Copy the rows of each full parameter that this rank holds into them. Of a view only the rows are read.
+
+        Values are rounded to the type in which the model computes, as they are where no weights are sharded.
+        """
+        full = self.full(draw)
+        for name, p in self.module.named_parameters():
+            own_values(p).copy_(values_of(self.shard(full[name], p)).to(gathered_dtype(p)))
 
     def shard(self, full: X, p: Tensor) -> X:
         """Return this rank's shard of a full parameter, of which it may hold some of the rows."""

@@ -71,7 +71,8 @@ class ModelChunk(MegatronModule):
     the last stage the values of the nodes in `returns`, by name: the loss at the end, and the losses that it adds.
     """
 
-    def __init__(self, graph: Graph, stage: Stage, context: BuildContext) -> None:
+    def __init__(self, graph: Graph, stage: Stage, context: BuildContext, *, on_meta: bool = False) -> None:
+        """Build the modules of the nodes. on_meta: parameters get no memory; one node's at a time has had some."""
         super().__init__(context.config)
         self.graph, self.groups = graph, context.groups
         self.model_type = ModelType.encoder_or_decoder
@@ -84,7 +85,8 @@ class ModelChunk(MegatronModule):
         nodes = [n for n in graph.nodes[stage.start : stage.stop] if not n.is_input]
         self.segments = node_segments(nodes, self.writes, context.groups.layout)
         self.selective = SelectiveNodes.of(nodes, context.groups.layout.recomputed_modules)
-        self.nodes = tuple(BuiltNode(n, registry.build_module(n, context), context.groups) for n in nodes)
+        build = registry.build_on_meta if on_meta else registry.build_module
+        self.nodes = tuple(BuiltNode(n, build(n, context), context.groups) for n in nodes)
         self.modules_by_key = nn.ModuleDict({_key(it.node): it.module for it in self.nodes})
         # They run in place of a node's module and of `run_segment`, where weights are gathered before.
         self.node_runners: dict[str, nn.Module] = {}

@@ -62,6 +62,19 @@ def build_module(node: Node, context: BuildContext) -> nn.Module:
     return module
 
 
+def build_on_meta(node: Node, context: BuildContext) -> nn.Module:
+    """Return the torch module of a node, whose parameters are on the meta device, with the attributes that they had."""
+    module = build_module(node, context)
+    empty: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, p in part.named_parameters(recurse=False):
+            if p not in empty:
+                empty[p] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+                vars(empty[p]).update(vars(p))
+            part.register_parameter(name, empty[p])
+    return module
+
+
 def norm(op: RMSNorm | LayerNorm, size: int, context: BuildContext) -> nn.Module:
     """Return a norm over a dim of this size."""
     return Norm(

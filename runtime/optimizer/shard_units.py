@@ -83,6 +83,7 @@ def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) 
         raise UserError(f"sharded weights need torch 2.8 or later, and this is {torch.__version__}\nupdate torch")
     _check_sharing(chunk)
     attributes = {name: dict(vars(p)) for name, p in chunk.named_parameters()}
+    dtypes = {name: p.dtype for name, p in chunk.named_parameters()}
     sharding = _Sharding.of(groups, compute)
     segments = [_segment_unit(chunk, i, sharding) for i in range(len(chunk.segments))]
     for members in _sharing_parameters(segments):
@@ -94,8 +95,10 @@ def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) 
         unit.set_gradient_divide_factor(1.0)  # the loss is a sum over tokens, so gradients are summed
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_unshard_in_backward(not (isinstance(unit, SegmentUnit) and unit.only_looks_up))
+    # Shards of parameters on the meta device get memory now.
+    root._apply(lambda x: torch.empty_like(x, device=device.current()) if x.is_meta else x)
     for name, p in chunk.named_parameters():
-        _note_shard(p, attributes[name], groups)
+        _note_shard(p, attributes[name], dtypes[name], groups)
     chunk.segment_runners = tuple(segments)
     return root
 
@@ -189,7 +192,7 @@ def _sharing_parameters(modules: list[SegmentUnit]) -> Iterator[list[nn.Module]]
     yield from (members for _, members in groups)
 
 
-def _note_shard(p: nn.Parameter, attributes: dict[str, Any], groups: ProcessGroups) -> None:
+def _note_shard(p: nn.Parameter, attributes: dict[str, Any], dtype: torch.dtype, groups: ProcessGroups) -> None:
     """Give a sharded parameter, and the plain tensor of its rows, the attributes that the whole one had."""
     of_expert = not attributes.get("allreduce", True)
     group = groups.collection.expt_dp if of_expert else groups.collection.dp_cp
@@ -197,6 +200,6 @@ def _note_shard(p: nn.Parameter, attributes: dict[str, Any], groups: ProcessGrou
     start = min(group.rank() * rows, len(p))
     assert isinstance(p, DTensor)
     values = nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
-    shard = RowShard(p, values, start, start + len(values), group)
+    shard = RowShard(p, values, start, start + len(values), group, dtype)
     for tensor in (p, values):
         vars(tensor).update(attributes, row_shard=shard)
