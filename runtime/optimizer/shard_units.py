@@ -7,7 +7,7 @@ weights of experts, which other ranks share, and weights of another type than th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,9 +85,11 @@ def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) 
     attributes = {name: dict(vars(p)) for name, p in chunk.named_parameters()}
     dtypes = {name: p.dtype for name, p in chunk.named_parameters()}
     sharding = _Sharding.of(groups, compute)
-    segments = [_segment_unit(chunk, i, sharding) for i in range(len(chunk.segments))]
-    for members in _sharing_parameters(segments):
-        sharding.apply(members, sharding.usual, keeps=chunk.post_process and segments[-1] in members)
+    inner = _node_units(chunk, sharding.usual)
+    segments = [_segment_unit(chunk, i, inner) for i in range(len(chunk.segments))]
+    for kind, units in _by_kind(inner).items():
+        sharding.apply(units, kind)
+    sharding.apply(segments, sharding.usual, kept=segments[-1] if chunk.post_process else None)
     root = ShardedUnits(chunk, segments)
     fully_shard(root, mesh=sharding.dense)
     root.set_reshard_after_backward(sharding.frees)
@@ -133,27 +135,21 @@ class _Sharding:
         usual = _Kind(of_experts=False, dtype=compute)
         return cls(dense, experts, usual, layout.shard is Shard.WEIGHTS and layout.reshard is Reshard.MICRO_BATCH)
 
-    def other_kinds(self, module: nn.Module) -> list[_Kind]:
-        """Return the kinds of the weights of a module that are not sharded yet, without the usual kind."""
-        found = dict.fromkeys(_Kind.of(p) for p in module.parameters() if not isinstance(p, DTensor))
-        return [kind for kind in found if kind != self.usual]
+    def apply(self, modules: Sequence[nn.Module], kind: _Kind, kept: nn.Module | None = None) -> None:
+        """Make each module a unit of its weights of one kind; modules that share some of them are one unit.
 
-    def apply(self, modules: list[nn.Module], kind: _Kind, *, keeps: bool = False) -> None:
-        """Make one unit of modules, of their weights of one kind.
-
-        keeps: the backward pass follows at once, so the weights stay gathered in between.
+        kept: the module after which the backward pass follows at once, so that its weights stay gathered in between.
         """
-        parameters = dict.fromkeys(p for m in modules for p in m.parameters())
-        own = [p for p in parameters if not isinstance(p, DTensor) and _Kind.of(p) == kind]
-        for p in own:
-            p.data = (p.data.float() if p.requires_grad else p.data).contiguous()
-        if own:
+        for members in _sharing_parameters(modules, kind):  # which holds no parameters: each unit's are freed here
+            own = {p for m in members for p in _whole_parameters(m, kind)}
+            for p in own:
+                p.data = (p.data.float() if p.requires_grad else p.data).contiguous()
             fully_shard(
-                modules if len(modules) > 1 else modules[0],
+                members if len(members) > 1 else members[0],
                 mesh=self.experts if kind.of_experts else self.dense,
-                reshard_after_forward=self.frees and not keeps,
+                reshard_after_forward=self.frees and kept not in members,
                 mp_policy=MixedPrecisionPolicy(kind.dtype, torch.float32, cast_forward_inputs=False),
-                ignored_params=parameters.keys() - own,
+                ignored_params={p for m in members for p in m.parameters()} - own,
             )
 
 
@@ -168,28 +164,47 @@ def _check_sharing(chunk: ModelChunk) -> None:
             )
 
 
-def _segment_unit(chunk: ModelChunk, index: int, sharding: _Sharding) -> SegmentUnit:
-    """Return a segment as a module. Its weights that are not of the usual kind are sharded, in units of their nodes."""
-    modules = [chunk.module_of(n) for n in chunk.segments[index].nodes]
-    outer = list(modules)
-    for n, module in zip(chunk.segments[index].nodes, modules, strict=True):
-        for kind in sharding.other_kinds(module):
-            outer.append(unit := NodeUnit(module, chunk.node_runners.get(n.name, module)))
-            sharding.apply([unit], kind)
-            chunk.node_runners[n.name] = unit
-    return SegmentUnit(chunk, index, outer)
+def _node_units(chunk: ModelChunk, usual: _Kind) -> dict[tuple[str, _Kind], NodeUnit]:
+    """Return a unit for each kind of weights of each node but the usual one, and let the nodes run by them."""
+    units = {}
+    for n, module in chunk.node_modules():
+        for kind in dict.fromkeys(map(_Kind.of, module.parameters())):
+            if kind != usual:
+                units[n.name, kind] = NodeUnit(module, chunk.node_runners.get(n.name, module))
+                chunk.node_runners[n.name] = units[n.name, kind]
+    return units
 
 
-def _sharing_parameters(modules: list[SegmentUnit]) -> Iterator[list[nn.Module]]:
-    """Yield the modules in groups: those that share parameters, directly or through others, are in one."""
-    groups: list[tuple[set[nn.Parameter], list[nn.Module]]] = []
+def _by_kind(units: Mapping[tuple[str, _Kind], NodeUnit]) -> dict[_Kind, list[NodeUnit]]:
+    """Return the units of each kind of weights."""
+    out: dict[_Kind, list[NodeUnit]] = {}
+    for (_, kind), unit in units.items():
+        out.setdefault(kind, []).append(unit)
+    return out
+
+
+def _segment_unit(chunk: ModelChunk, index: int, inner: Mapping[tuple[str, _Kind], NodeUnit]) -> SegmentUnit:
+    """Return a segment as a module, which holds the units of its nodes."""
+    names = {n.name for n in chunk.segments[index].nodes}
+    units = [unit for (name, _), unit in inner.items() if name in names]
+    return SegmentUnit(chunk, index, [*(chunk.module_of(n) for n in chunk.segments[index].nodes), *units])
+
+
+def _whole_parameters(module: nn.Module, kind: _Kind) -> list[nn.Parameter]:
+    """Return the parameters of a kind that are not sharded yet."""
+    return [p for p in module.parameters() if not isinstance(p, DTensor) and _Kind.of(p) == kind]
+
+
+def _sharing_parameters(modules: Iterable[nn.Module], kind: _Kind) -> list[list[nn.Module]]:
+    """Return the modules that have parameters of a kind; those that share any, directly or through others, together."""
+    groups: list[tuple[set[int], list[nn.Module]]] = []
     for module in modules:
-        parameters, members = set(module.parameters()), list[nn.Module]([module])
-        for group in [g for g in groups if g[0] & parameters]:
+        own, members = {id(p) for p in _whole_parameters(module, kind)}, [module]
+        for group in [g for g in groups if g[0] & own]:
             groups.remove(group)
-            parameters, members = parameters | group[0], [*group[1], *members]
-        groups.append((parameters, members))
-    yield from (members for _, members in groups)
+            own, members = own | group[0], [*group[1], *members]
+        groups.append((own, members))
+    return [members for own, members in groups if own]
 
 
 def _note_shard(p: nn.Parameter, attributes: dict[str, Any], dtype: torch.dtype, groups: ProcessGroups) -> None:

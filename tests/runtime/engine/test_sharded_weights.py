@@ -1,15 +1,36 @@
-"""Gradients and weights that are sharded over data-parallel ranks: each family under one of ten layouts.
+"""Gradients and weights that are sharded over data-parallel ranks: each family under one of ten layouts, and more.
 
 `make parity` runs all families under all of them (`tests.support.parity.shard_table`).
 """
 
+from typing import Any
+
+from megaloom.planner.contract.layout import Layout
 from tests.support.limits import LIMIT
+from tests.support.parity.drawn import priced
 from tests.support.parity.families import trained_families
-from tests.support.parity.rank_pool import check, run_cases
+from tests.support.parity.family_table import SMALL_LOAD, SP
+from tests.support.parity.rank_pool import Case, check, model_of, run_cases
 from tests.support.parity.shard_table import one_case_of
+from tests.support.paths import TEST_MODELS
+
+WEIGHTS: dict[str, Any] = {"dp": 2, "shard": "weights"}
+MORE = {  # weights that blocks share, frozen weights, and whole gradients that are reduced once a step
+    "shared experts, recomputed": ("shared_weights.py:sharing_experts", Layout(recompute="full", **WEIGHTS)),
+    "shared blocks": ("shared_weights.py:albert_blocks", Layout(dp=4, shard="gradients")),
+    "adapters, recomputed": ("small.py:tiny_gpt_lora", Layout(recompute="full", **WEIGHTS)),
+    "each step, with pipeline ranks": ("small.py:deep_llama", Layout(pp=2, vpp=2, reshard="step", **WEIGHTS)),
+    "each step, with experts": (
+        "small.py:tiny_mixtral",
+        Layout(**SP, **WEIGHTS, ep=2, reshard="step", recompute="selective", recompute_modules=("moe",)),
+    ),
+}
 
 
 def test_sharded_weights_compute_what_one_process_and_the_oracle_compute() -> None:
     cases = [one_case_of(number, family) for number, family in enumerate(trained_families())]
     assert len({case.name.partition(", ")[2] for case in cases}) > 7
+    for name, (model, layout) in MORE.items():
+        ref = f"{TEST_MODELS / model}"
+        cases.append(Case(name, ref, priced(model_of(ref, 0.0), layout, SMALL_LOAD)))
     check(run_cases(cases, 4, timeout=LIMIT))
