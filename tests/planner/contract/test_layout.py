@@ -185,7 +185,7 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
         "leave experts out",
         {"overlaps": WEIGHTS},
     ),
-    ("gpt2", FSDP | {"pp": 2}, {}, "fsdp-shared", "use pp 1", {"pp": 1}),
+    ("t5-small", FSDP | {"pp": 2, "vpp": 2}, {}, "fsdp-shared", "use vpp 1", {"vpp": 1}),
     (
         "gpt2",
         {"tp": 2, "overlaps": ("tensor",)},
