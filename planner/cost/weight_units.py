@@ -24,7 +24,7 @@ from . import communication
 from .columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
 from .job import Job
 
-MASTER = 4  # bytes of an element of the fp32 shard
+FP32_SHARD = 4  # bytes of an element
 
 
 @frozen(eq=False)
@@ -32,7 +32,7 @@ class WeightUnits:
     """Units of the weights of a model on one device, before they are sharded over data-parallel ranks."""
 
     kinds: Rows  # [units, kinds] number of nodes of each kind
-    repeats: Rows  # [units] how often the model has the unit
+    counts: Rows  # [units] how often the model has the unit
     elements: Rows  # [kinds, 3] elements of a node: trained dense, of experts, frozen; a shared weight counts once
     shared: int  # elements of weights that several nodes share, which stay gathered from the first to the last of them
 
@@ -56,7 +56,7 @@ class WeightUnits:
         dense, experts = self.sizes[:, 0] + self.sizes[:, 2], self.sizes[:, 1]
         largest = int(np.maximum(dense, experts).max(initial=0.0))
         whole, prefetched = precision.nbytes, state_placement(layout).weights == SHARDED
-        return (whole + MASTER + whole * prefetched) * largest + self.gathered_nbytes(layout, precision)
+        return (whole + FP32_SHARD + whole * prefetched) * largest + self.gathered_nbytes(layout, precision)
 
 
 def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequence[int], layout: Layout) -> WeightUnits:
@@ -70,7 +70,7 @@ def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequenc
     alone = np.flatnonzero(outside)
     return WeightUnits(
         kinds=np.concatenate([structure.distinct_blocks, np.eye(len(rows))[alone]]),
-        repeats=np.concatenate([structure.block_repeats, outside[alone]]),
+        counts=np.concatenate([structure.block_repeats, outside[alone]]),
         elements=elements,
         shared=sum(shared_elements),
     )
@@ -106,7 +106,7 @@ def shard_costs(rows: Rows, units: WeightUnits, job: Job, layout: Layout) -> Row
     if placed.weights == SHARDED:
         shards = np.array([layout.dense_shards, layout.expert_shards, layout.dense_shards])
         # In bytes: out of the buffer of the gather, and the cast of the shard.
-        moved = sizes @ (settings.gather_copies * width + (MASTER + width) / shards)
+        moved = sizes @ (settings.gather_copies * width + (FP32_SHARD + width) / shards)
         copied = moved / job.cluster.device.moves
     elements, out = units.elements.sum(axis=1), rows.copy()
     for column, compute, took in (
@@ -115,8 +115,8 @@ def shard_costs(rows: Rows, units: WeightUnits, job: Job, layout: Layout) -> Row
     ):
         hidden = np.minimum(took, settings.hidden * units.kinds @ rows[:, compute].sum(axis=1))
         exposed = took - hidden + hidden * job.sm_share + copied
-        by_element = units.repeats * exposed / np.maximum(sizes.sum(axis=1), 1)
-        nodes = np.maximum(units.repeats @ units.kinds, 1)
+        by_element = units.counts * exposed / np.maximum(sizes.sum(axis=1), 1)
+        nodes = np.maximum(units.counts @ units.kinds, 1)
         out[:, column] = elements * (by_element @ units.kinds) / nodes
     return out
 
