@@ -99,8 +99,6 @@ def published_record(row: Row, shipped: Mapping[str, RunRecord | LeftOut]) -> Ru
 
 def _check_supported(row: Row) -> None:
     """Raise UnfitError for a run that the planner does not model."""
-    if row_integer(row, "fsdp", 1) > 1 and row_integer(row, "dp", 1) > 1:
-        raise UnfitError("weights are sharded over a part of the data-parallel ranks (HSDP)")
     if (task := row_text(row, "task")).lower() not in TASKS:
         raise UnfitError(f"the task is {task}, not pre-training")
     if (schedule := row_text(row, "schedule")).startswith(("ZB", "DualPipe")):
@@ -210,6 +208,7 @@ def _layout(row: Row, profile: str) -> tuple[Layout, int]:
         micro_batch=micro_batch,
         sequence_parallel=sequence_parallel,
         shard=shard,
+        replicas=row_integer(row, "dp", 1) if row_integer(row, "fsdp", 1) > 1 else 1,
         reshard=Reshard.STEP if shard is Shard.WEIGHTS and pp > 1 else Reshard.MICRO_BATCH,
         grad_reduce=GradReduce.BF16 if PURE in row_text(row, "zero_stage") else GradReduce.FP32,
         recompute=recompute,

@@ -106,6 +106,12 @@ def test_what_a_row_shards(change: dict[str, Any], shard: Shard, reshard: Reshar
     layout = default({**FSDP, **change}).layout
     assert (layout.shard, layout.reshard) == (shard, reshard)
     assert layout.world == FSDP["num_gpus"]
+    assert layout.replicas == 1
+
+
+def test_groups_of_ranks_that_share_the_weights_are_replicas() -> None:
+    layout = default({**FSDP, "fsdp": 8, "dp": 64}).layout
+    assert (layout.dp, layout.replicas, layout.shard) == (512, 64, Shard.WEIGHTS)
 
 
 def test_pipelines_of_torchtitan_have_as_many_micro_batches_as_stages() -> None:
