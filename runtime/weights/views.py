@@ -292,10 +292,12 @@ def with_readers(view: View, readers: Callable[[Hashable], Callable[[Box], Tenso
 def boxes_reader(boxes: Sequence[tuple[Box, Callable[[], Tensor]]], dtype: torch.dtype) -> Callable[[Box], Tensor]:
     """Return what reads a tensor of which some boxes are there, each with a function that returns its values.
 
-    Elements that lie in none of the boxes are undefined.
+    Elements that lie in none of the boxes are undefined. What is one of the boxes is not copied.
     """
 
     def read(box: Box) -> Tensor:
+        if (same := next((values for whole, values in boxes if whole == box), None)) is not None:
+            return same().to(dtype)
         out = torch.empty([len(r) for r in box], dtype=dtype)
         for whole, values in boxes:
             common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, whole, strict=True)]

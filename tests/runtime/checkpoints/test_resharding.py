@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaloom.dsl import graph
 from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
+from megaloom.runtime.checkpoints.checkpoint_folder import latest
+from megaloom.runtime.convert.run_weights import checkpoint_weights
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.modules.initial_weights import initial_weight
+from megaloom.runtime.weights.views import held
 from tests.runtime.checkpoints.test_declared_names import under_both
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
@@ -65,7 +71,7 @@ SPARSE = [
 
 def continued(plan: Plan, folder: Path, steps: int) -> list[tuple[float, float, float]]:
     """On each rank: go on for some steps, and save. Return loss, gradient norm, and the loss of the averages."""
-    from megaloom.runtime import Recipe, shard
+    from megaloom.runtime import shard
 
     engine, out = shard(find(plan.model)[0], plan, Recipe(steps=10, warmup=0, lr=1e-2), average=0.5), []
     done = engine.load(folder)
@@ -97,3 +103,28 @@ def test_moments_and_averages_go_on(
     found = [row for plan in plans for row in continued_under(plan, tmp_path / "chain", 2)]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=within)
+
+
+def saved(plan: Plan, folder: Path, given: dict[str, torch.Tensor] | None) -> Path:
+    """On each rank: save at step 0, from initial or given weights, and return the folder."""
+    from megaloom.runtime import shard
+
+    views = None if given is None else {name: held(x) for name, x in given.items()}
+    return shard(find(plan.model)[0], plan, Recipe(), weights=views).save(folder).parent
+
+
+@pytest.mark.parametrize(("name", "layout"), [("tiny_gpt_oss", EP), ("tiny_llama", GRADIENTS), ("uneven_t5", CP)])
+def test_a_checkpoint_has_the_weights_that_the_run_started_from(
+    name: str, layout: Layout, plan_of: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """Initial ones, which each rank has drawn for its rows, and given ones; read as `--from` and `convert` do."""
+    plan = plan_of(name, layout)
+    g = graph(find(plan.model)[0])
+    initial, given = ({n: initial_weight(s, seed).read() for n, s in g.weights.items()} for seed in (Recipe().seed, 99))
+    for number, (start, expected) in enumerate([(None, initial), (given, given)]):
+        run = launcher.run(saved, (plan, tmp_path / str(number), start), 2, timeout=LIMIT)[0]
+        checkpoint = latest(run, fingerprint=plan.fingerprint)
+        assert checkpoint
+        found = checkpoint_weights(g, checkpoint)
+        assert found.keys() == expected.keys()
+        assert [n for n, x in expected.items() if not torch.equal(found[n].read(), x)] == []
