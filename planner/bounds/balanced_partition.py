@@ -19,7 +19,7 @@ from megaloom.planner.cost import memory
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS
 from megaloom.planner.cost.cost_table import CostTable
-from megaloom.planner.cost.weight_units import shard_cost_fields
+from megaloom.planner.cost.weight_units import gathered_fields
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 from megaloom.planner.partition.partitioner import WHOLE_BLOCKS, StageBounds, segment_sums
 from megaloom.planner.pipeline import schedules
@@ -59,7 +59,7 @@ def balanced_bounds(
     x = bounded.layouts
     stages, seconds, nbytes = x.pp * x.vpp, bounded.seconds.copy(), bounded.nbytes.copy()
     expected, least, structure = np.zeros(len(bounded)), bounded.nbytes.copy(), lower_bounds.cache.structure
-    columns = *(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), *shard_cost_fields(x)
+    columns = *(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), *gathered_fields(x)
     first, which = alike(*columns, stages)
     partitions = balance(x.each(first))
     for count in np.flatnonzero(np.bincount(stages)).tolist():
@@ -117,7 +117,7 @@ def _one_chunk_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, slowe
     costs = lower_bounds.costs
     later_ranks = np.minimum(x.pp, m) - 1
     through = costs.seconds[bounded.base, PLAIN] + 2 * (x.pp - 1) * costs.send_seconds[bounded.base]
-    waiting = through + (m - 1 - later_ranks * lower_bounds.forward_share(x, bounded.base)) * slowest
+    waiting = through + (m - 1 - later_ranks * costs.forward_share[bounded.base]) * slowest
     seconds: Rows = np.maximum(waiting, m * slowest) + bounded.after
     return seconds
 

@@ -18,7 +18,7 @@ from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost.columns import STEP_COLUMNS
 from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS, CostCache
 from megaloom.planner.cost.memory import rank_memory
-from megaloom.planner.cost.weight_units import pass_seconds, shard_cost_fields
+from megaloom.planner.cost.weight_units import pass_seconds
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 
 from . import interleaved_memory, pipeline
@@ -130,9 +130,11 @@ class LowerBounds:
     def bound(self, layouts: Layouts, base: Column) -> BoundedLayouts:
         """Return these layouts with their lower bounds; `base` is the number of each one's base layout.
 
-        Bound: step ≥ max(c T + 2 (p − 1) h [v = 1] + d h, m T / p + R) + A, with c, d of `pass_multiples` and
-        `first_backward_multiple`, R and A of `end_of_step_bound`. The first term is the pipeline's; the second holds
-        because all ranks together compute m T and the slowest one still reduces its gradients.
+        Bound: step ≥ max(c T' + 2 (p − 1) h [v = 1] + d h, m T' / p + R, m G / p) + A, with c, d of `pass_multiples`
+        and `first_backward_multiple`, R and A of `end_of_step_bound`, T' = T + s G. The first term is the pipeline's.
+        The second holds because all ranks together compute m T' and the slowest one still reduces its gradients: while
+        weights are gathered, communication takes the share s of a device. The third holds because no stage takes less
+        time than its gathers.
         Bound: peak ≥ runtime + workspace + the greater of `least_rank_memory` and `interleaved_nbytes`.
         See docs/concepts/bounds.md.
         """
@@ -142,10 +144,12 @@ class LowerBounds:
         passes, sends = pipeline.pass_multiples(
             x.pp.astype(float), x.vpp, m.astype(float), x.microbatch_group_size.astype(float)
         )
-        seconds = self._pipeline_seconds(x, base, passes) + sends * costs.send_seconds[base]
-        mean = self._passes_seconds(x, base, m / x.pp, 0.0) + after[:, 1]
+        gathering = self._gathering_seconds(x, base)
+        waiting = self.cache.job.sm_share * gathering
+        seconds = self._pipeline_seconds(x, base, passes, waiting) + sends * costs.send_seconds[base]
+        mean = self._passes_seconds(x, base, m / x.pp, waiting) + after[:, 1]
         nbytes = self._nbytes(x, base, self._modes(x))
-        seconds = np.maximum(np.maximum(seconds, mean), self._gathering_seconds(x, base))
+        seconds = np.maximum(np.maximum(seconds, mean), m / x.pp * gathering)
         return BoundedLayouts(x, base, seconds + after[:, 0], nbytes, after[:, 0])
 
     def ideal(self, first: int = 0) -> tuple[Rows, Rows]:
@@ -164,24 +168,19 @@ class LowerBounds:
         nbytes = np.minimum(self._nbytes(small, base, FULL), self._nbytes(small, base, IDEAL))
         return self._pipeline_seconds(fast, base, passes) + self._counting_seconds(x, base), nbytes
 
-    def forward_share(self, x: Layouts, base: Column) -> Rows:
-        """Return the largest share of a segment's seconds that is forward; 1 where it also gathers weights."""
-        return np.where(x.fsdp, 1.0, self.costs.forward_share[base])
-
     def _gathering_seconds(self, x: Layouts, base: Column) -> Rows:
-        """Return the least seconds of a step in which some rank gathers sharded weights and reduces their gradients.
+        """Return the least seconds G in which one micro-batch gathers all sharded weights and reduces their gradients.
 
-        Bound: step ≥ m G(P / p, Q / p) + A, with P dense and Q expert elements: some rank has the mean or more of both
-        together, a unit takes at least as long as its gather, and one collective is no slower than several.
+        It is 0 where no weights or gradients are sharded. One collective is no slower than several of its parts.
         """
         seconds = np.zeros(len(x))
         if not (sharded := np.flatnonzero(x.fsdp)).size:
             return seconds
         some, base = x.take(sharded), base[sharded]
-        first, which = alike(base, some.pp, *shard_cost_fields(some))
+        first, which = alike(base, some.shard, some.reshard)
         rows = zip(some.each(first), self.costs.params[base[first]], self.costs.expert_params[base[first]], strict=True)
-        least = [pass_seconds(dense / y.pp, experts / y.pp, y, self.cache.job) for y, dense, experts in rows]
-        seconds[sharded] = some.microbatches(self.cache.workload.batch) * np.array(least)[which]
+        least = [pass_seconds(dense, experts, y, self.cache.job) for y, dense, experts in rows]
+        seconds[sharded] = np.array(least)[which]
         return seconds
 
     def _counting_seconds(self, x: Layouts, base: Column) -> Rows:
@@ -194,13 +193,16 @@ class LowerBounds:
         seconds: Rows = (1 + (m - 1) / x.pp) * self.costs.forward_seconds[base] * self.cache.job.repeats_forward
         return seconds
 
-    def _pipeline_seconds(self, x: Layouts, base: Column, passes: Rows) -> Rows:
-        """Return least seconds up to the last backward pass; `passes` micro-batches through the model are certain."""
+    def _pipeline_seconds(self, x: Layouts, base: Column, passes: Rows, waiting: Rows | float = 0.0) -> Rows:
+        """Return least seconds up to the last backward pass; `passes` micro-batches through the model are certain.
+
+        waiting: seconds that a micro-batch waits for sharded weights, at least and over all stages.
+        """
         m, pp, one = x.microbatches(self.cache.workload.batch).astype(float), x.pp.astype(float), x.vpp == 1
         sends = np.where(one, 2 * (pp - 1) * self.costs.send_seconds[base], 0.0)  # without interleaving ranks wait
-        first = np.where(one, pipeline.first_backward_multiple(pp, m, self.forward_share(x, base)), 1.0)
-        waiting = self._passes_seconds(x, base, first, 0.0) + sends
-        return np.maximum(self._passes_seconds(x, base, np.maximum(passes, m / pp), sends), waiting)
+        first = np.where(one, pipeline.first_backward_multiple(pp, m, self.costs.forward_share[base]), 1.0)
+        until_first = self._passes_seconds(x, base, first, waiting) + sends
+        return np.maximum(self._passes_seconds(x, base, np.maximum(passes, m / pp), sends + waiting), until_first)
 
     def _passes_seconds(self, x: Layouts, base: Column, count: Rows, more: Rows | float) -> Rows:
         """Return the least of `count` · (T + more) over all partitions.
@@ -235,7 +237,7 @@ class LowerBounds:
         saved = np.where(some, np.maximum(saved, costs.saved_nbytes[base, PLAIN] - freed), saved)
         state = costs.state_nbytes[base, x.shard]
         held = least_rank_memory(state, saved, pp, self._in_flight(x))
-        if len(which := np.flatnonzero((x.vpp > 1) & self.many[x.pp * x.vpp] & ~x.fsdp)):
+        if len(which := np.flatnonzero((x.vpp > 1) & self.many[x.pp * x.vpp])):
             group = np.minimum(x.microbatch_group_size, x.microbatches(self.cache.workload.batch))[which]
             stage = self._stage_saved(x, base, mode)[which]
             rows = (state[which], saved[which], stage, x.pp[which], x.vpp[which], group)

@@ -37,6 +37,10 @@ class Choice(IntEnum):
     @classmethod
     def look_up(cls: type[C], choice: N, table: Mapping[C, N | int]) -> N:
         """Return the number that a table has for a choice, or for each of a column. Raise KeyError if it lacks any."""
+        if isinstance(choice, cls):
+            if choice not in table:
+                raise KeyError(f"a table by {cls.__name__} has no {choice}")
+            return table[choice]
         if missing := [str(known) for known in cls if known not in table]:
             raise KeyError(f"a table by {cls.__name__} has no {', '.join(missing)}")
         number: N = sum(number * (choice == known) for known, number in table.items())

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class CostColumn(IntEnum):
-    """One column of a cost table: seconds, bytes or elements, of one micro-batch on one device."""
+    """One column of a cost table: seconds, then bytes, then elements, of one micro-batch on one device."""
 
     FORWARD = 0  # seconds of kernels
     BACKWARD = 1
@@ -21,18 +21,15 @@ class CostColumn(IntEnum):
     PARAMS = 10  # elements of trained dense weights
     EXPERT_PARAMS = 11
     FROZEN_PARAMS = 12  # elements of weights that are not trained
-    SHARD_FORWARD = 13  # seconds of exposed gathers of sharded weights
-    SHARD_BACKWARD = 14  # with the reductions of their gradients
 
 
-# The columns of a forward pass that the backward pass may repeat, and the columns that take each of them then.
-REPEATED_COLUMNS = [CostColumn.FORWARD, CostColumn.TP_FORWARD, CostColumn.CP_FORWARD, CostColumn.EP_FORWARD]
+FORWARD_COLUMNS = [CostColumn.FORWARD, CostColumn.TP_FORWARD, CostColumn.CP_FORWARD, CostColumn.EP_FORWARD]
+# The columns that take each of FORWARD_COLUMNS when the backward pass repeats it.
 RECOMPUTE_COLUMNS = [CostColumn.RECOMPUTE, CostColumn.TP_BACKWARD, CostColumn.CP_BACKWARD, CostColumn.EP_BACKWARD]
-FORWARD_COLUMNS = [*REPEATED_COLUMNS, CostColumn.SHARD_FORWARD]
-BACKWARD_COLUMNS = [CostColumn.BACKWARD, *RECOMPUTE_COLUMNS, CostColumn.SHARD_BACKWARD]
+BACKWARD_COLUMNS = [CostColumn.BACKWARD, *RECOMPUTE_COLUMNS]
 STEP_COLUMNS = [*FORWARD_COLUMNS, *BACKWARD_COLUMNS]
 # The columns that recompute of a module changes: it repeats the seconds, and frees the bytes.
-MODULE_COLUMNS = [*REPEATED_COLUMNS, CostColumn.SAVED]
+MODULE_COLUMNS = [*FORWARD_COLUMNS, CostColumn.SAVED]
 # Forward and backward column of the collectives of each axis.
 AXIS_COLUMNS = {
     "tp": (CostColumn.TP_FORWARD, CostColumn.TP_BACKWARD),

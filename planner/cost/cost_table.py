@@ -29,11 +29,11 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import ModelStructure, NodeKind
 
 from . import communication, kernels, memory, torch_blocks
-from .columns import AXIS_COLUMNS, MODULE_COLUMNS, RECOMPUTE_COLUMNS, REPEATED_COLUMNS, CostColumn
+from .columns import AXIS_COLUMNS, FORWARD_COLUMNS, MODULE_COLUMNS, RECOMPUTE_COLUMNS, CostColumn
 from .core_kernels import core_seconds, separate_seconds, transient_bytes
 from .job import ENGINE_WORKSPACE, Job
 from .profiles.groups import ONE_PASS
-from .weight_units import shard_costs, weight_units
+from .weight_units import weight_units
 
 
 @frozen(eq=False)
@@ -43,7 +43,7 @@ class NodeCost:
     row: Rows  # [columns]
     by_part: Rows  # [recompute parts, MODULE_COLUMNS] seconds that a part repeats, bytes that it frees
     saved_under_full: float  # bytes of saved activations under full recompute
-    kept_under_full: Rows  # [REPEATED_COLUMNS] seconds that full recompute does not repeat
+    kept_under_full: Rows  # [FORWARD_COLUMNS] seconds that full recompute does not repeat
     workspace: int  # transient bytes of its backward pass: gradients of activations, and what its kernels hold
 
 
@@ -54,7 +54,7 @@ class BareTable:
     rows: Rows  # [kinds, columns]
     by_part: Rows  # [kinds, recompute parts, MODULE_COLUMNS]
     saved_under_full: Rows  # [kinds] bytes of saved activations under full recompute
-    kept_under_full: Rows  # [kinds, REPEATED_COLUMNS] seconds that full recompute does not repeat
+    kept_under_full: Rows  # [kinds, FORWARD_COLUMNS] seconds that full recompute does not repeat
     boundary: NDArray[np.int64]  # [nodes + 1] bytes that cross a stage boundary before each node
     workspace: int  # transient bytes of a backward pass
     library: int  # bytes that libraries hold for the whole run
@@ -154,18 +154,18 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
 
     Recompute moves forward seconds to the backward pass and frees saved memory. What it recomputes of one block
     is in the workspace. With `--overlap experts` the workspace has a second block, whose forward pass runs meanwhile.
-    Where weights are sharded over data-parallel ranks, each pass also gathers them, unit by unit.
+    Where weights are sharded over data-parallel ranks, a pass also holds the gathered units that it works with.
     """
     bare, structure = bare or bare_table(job, layout), job.structure
     rows, workspace = bare.rows.copy(), bare.workspace
     if layout.recompute is Recompute.SELECTIVE:
         repeated = bare.by_part[:, structure.recomputed_parts(layout.recomputed_modules)].sum(axis=1)
-        rows[:, RECOMPUTE_COLUMNS] += repeated[:, : len(REPEATED_COLUMNS)]
+        rows[:, RECOMPUTE_COLUMNS] += repeated[:, : len(FORWARD_COLUMNS)]
         rows[:, CostColumn.SAVED] -= repeated[:, -1]
         workspace += int(repeated[:, -1].max())
     elif layout.recompute is Recompute.FULL:
         inside = np.array([kind.in_recomputed_block for kind in structure.kinds])
-        rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * (rows[:, REPEATED_COLUMNS] - bare.kept_under_full)
+        rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * (rows[:, FORWARD_COLUMNS] - bare.kept_under_full)
         workspace += int(structure.largest_block @ bare.rows[:, CostColumn.SAVED])
         rows[:, CostColumn.SAVED] = bare.saved_under_full
     if layout.has_overlap(Overlap.EXPERTS):
@@ -174,8 +174,7 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     recomputed, loss = rows - bare.rows if partial else None, bare.loss
     rows = bare.rows if partial else rows
     if layout.fsdp:
-        units = weight_units(structure, rows, bare.shared_elements, layout)
-        rows = shard_costs(rows, units, job, layout)
+        units = weight_units(structure, rows, bare.shared_elements)
         workspace += units.transient_nbytes(layout, job.workload.precision)
         loss += units.gathered_nbytes(layout, job.workload.precision)
     return CostTable(

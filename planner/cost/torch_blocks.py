@@ -17,28 +17,28 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 
 from . import communication, kernels
-from .columns import AXIS_COLUMNS, REPEATED_COLUMNS, CostColumn
+from .columns import AXIS_COLUMNS, FORWARD_COLUMNS, CostColumn
 from .job import Job
 
 
 def kept_results(job: Job, facts: Costs, layout: Layout) -> tuple[Rows, int]:
-    """Return the results of a node that full recompute keeps: seconds to compute them [REPEATED_COLUMNS], and bytes.
+    """Return the results of a node that full recompute keeps: seconds to compute them [FORWARD_COLUMNS], and bytes.
 
     They are those of attention, of the first of every two products, and of reduce-scatters.
     """
-    precision, seconds, nbytes = job.workload.precision, np.zeros(len(REPEATED_COLUMNS)), 0
+    precision, seconds, nbytes = job.workload.precision, np.zeros(len(FORWARD_COLUMNS)), 0
     if not job.profile.saved.every_second_product:
         return seconds, nbytes
     products = [w for w in facts.work if w.kind is WorkKind.PRODUCT]
     for w in (*products[::2], *(w for w in facts.work if w.kind is WorkKind.ATTENTION)):
         took = kernels.kernel_seconds(w, job.cluster.slowest, precision, job.profile)
-        seconds[REPEATED_COLUMNS.index(CostColumn.FORWARD)] += took.forward
+        seconds[FORWARD_COLUMNS.index(CostColumn.FORWARD)] += took.forward
         nbytes += precision.nbytes * w.count * w.m * (w.n if w.kind is WorkKind.PRODUCT else w.k)
     for c in (c for c in facts.collectives if c.axis == "tp" and c.kind == "reduce_scatter" and not c.backward):
         part = c.elements * precision.nbytes, communication.process_group(c.axis, layout)
         exposed = 1 - job.profile.overlap.tensor_hidden * layout.has_overlap(Overlap.TENSOR)
         took_seconds = exposed * communication.collective_seconds(c.kind, job.cluster, part)
-        seconds[REPEATED_COLUMNS.index(AXIS_COLUMNS[c.axis][0])] += took_seconds
+        seconds[FORWARD_COLUMNS.index(AXIS_COLUMNS[c.axis][0])] += took_seconds
     return seconds, nbytes
 
 

@@ -59,7 +59,7 @@ class WeightUnits:
         return (whole + FP32_SHARD + whole * prefetched) * largest + self.gathered_nbytes(layout, precision)
 
 
-def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequence[int], layout: Layout) -> WeightUnits:
+def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequence[int]) -> WeightUnits:
     """Return the units of a model. rows: costs of node kinds, [kinds, columns]; shared_elements: as in `CostTable`."""
     elements = rows[:, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.FROZEN_PARAMS]].copy()
     for (slot, nodes), count in zip(structure.shared_weights, shared_elements, strict=True):
@@ -76,9 +76,9 @@ def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequenc
     )
 
 
-def shard_cost_fields(x: LayoutFields[N]) -> tuple[N, N, N, N, N]:
-    """Return what the costs of sharded weights depend on, beside node costs; zeros where none are sharded."""
-    return x.fsdp * x.shard, x.fsdp * x.reshard, x.fsdp * x.dp * x.cp, x.fsdp * x.edp, x.fsdp * x.replicas
+def gathered_fields(x: LayoutFields[N]) -> tuple[N, N]:
+    """Return what the memory of gathered units depends on, beside node costs; zeros where none are gathered."""
+    return x.fsdp * x.shard, x.fsdp * x.reshard
 
 
 def pass_seconds(dense: float, experts: float, layout: Layout, job: Job) -> float:
@@ -93,10 +93,10 @@ def pass_seconds(dense: float, experts: float, layout: Layout, job: Job) -> floa
     return float(2 * gathered[0] + _unit_seconds(placed.pass_reduction, gradient * elements, job, layout)[0])
 
 
-def shard_costs(rows: Rows, units: WeightUnits, job: Job, layout: Layout) -> Rows:
-    """Return the costs of node kinds with the seconds in which passes wait for sharded weights and their gradients.
+def waiting_seconds(rows: Rows, units: WeightUnits, job: Job, layout: Layout) -> Rows:
+    """Return the seconds for which each pass of a node waits for weights or gradients: [kinds, 2].
 
-    A unit's seconds are spread over its nodes by their elements.
+    rows: costs of node kinds, [kinds, columns]. The seconds of a unit are spread over its nodes by their elements.
     """
     placed, sizes, settings = state_placement(layout), units.sizes, job.profile.sharded_weights
     width, gradient = job.workload.precision.nbytes, job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
@@ -108,17 +108,14 @@ def shard_costs(rows: Rows, units: WeightUnits, job: Job, layout: Layout) -> Row
         # In bytes: out of the buffer of the gather, and the cast of the shard.
         moved = sizes @ (settings.gather_copies * width + (FP32_SHARD + width) / shards)
         copied = moved / job.cluster.device.moves
-    elements, out = units.elements.sum(axis=1), rows.copy()
-    for column, compute, took in (
-        (CostColumn.SHARD_FORWARD, FORWARD_COLUMNS, gathered),
-        (CostColumn.SHARD_BACKWARD, BACKWARD_COLUMNS, gathered + reduced),
-    ):
-        hidden = np.minimum(took, settings.hidden * units.kinds @ rows[:, compute].sum(axis=1))
+    out = []
+    for columns, took in ((FORWARD_COLUMNS, gathered), (BACKWARD_COLUMNS, gathered + reduced)):
+        hidden = np.minimum(took, settings.hidden * units.kinds @ rows[:, columns].sum(axis=1))
         exposed = took - hidden + hidden * job.sm_share + copied
         by_element = units.counts * exposed / np.maximum(sizes.sum(axis=1), 1)
-        nodes = np.maximum(units.counts @ units.kinds, 1)
-        out[:, column] = elements * (by_element @ units.kinds) / nodes
-    return out
+        out.append(by_element @ units.kinds / np.maximum(units.counts @ units.kinds, 1))
+    seconds: Rows = units.elements.sum(axis=1)[:, None] * np.array(out).T
+    return seconds
 
 
 def _unit_seconds(transition: Transition, nbytes: Rows, job: Job, layout: Layout) -> Rows:

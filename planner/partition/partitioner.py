@@ -21,6 +21,7 @@ from megaloom.planner.cost.columns import BACKWARD_COLUMNS, ELEMENTS, FORWARD_CO
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.memory import StageMemory
+from megaloom.planner.cost.weight_units import waiting_seconds, weight_units
 from megaloom.planner.pipeline import schedules
 from megaloom.planner.pipeline.schedules import Moments
 from megaloom.planner.rules.shared_weights import groups_of_copies
@@ -151,20 +152,30 @@ class Partition:
         """Return the costs of each stage for one micro-batch: [stages, columns]."""
         return self.problem.table.stage_sums(self.bounds)
 
+    @cached_property
+    def waiting(self) -> Rows:
+        """Return the seconds for which passes of one micro-batch wait for sharded weights or gradients: [stages, 2]."""
+        table, x = self.problem.table, self.layout
+        if not x.fsdp:
+            return np.zeros((len(self.bounds) - 1, 2))
+        units = weight_units(table.structure, table.rows, table.shared_elements)
+        by_node = waiting_seconds(table.rows, units, table.job, x)[table.structure.kind_of_node]
+        return np.add.reduceat(by_node, self.bounds[:-1])
+
     @property
     def seconds(self) -> list[float]:
-        """Return the seconds of one micro-batch by stage, forward and backward."""
+        """Return the seconds of one micro-batch by stage, forward and backward, without waiting for sharded weights."""
         return [float(seconds) for seconds in self.stage_sums[:, STEP_COLUMNS].sum(axis=1)]
 
     @cached_property
     def forward_seconds(self) -> list[float]:
         """Return the seconds of one micro-batch by stage, forward."""
-        return [float(seconds) for seconds in self.stage_sums[:, FORWARD_COLUMNS].sum(axis=1)]
+        return [float(seconds) for seconds in self.stage_sums[:, FORWARD_COLUMNS].sum(axis=1) + self.waiting[:, 0]]
 
     @cached_property
     def backward_seconds(self) -> list[float]:
         """Return the seconds of one micro-batch by stage, backward."""
-        return [float(seconds) for seconds in self.stage_sums[:, BACKWARD_COLUMNS].sum(axis=1)]
+        return [float(seconds) for seconds in self.stage_sums[:, BACKWARD_COLUMNS].sum(axis=1) + self.waiting[:, 1]]
 
     @cached_property
     def send_seconds(self) -> list[float]:

@@ -48,6 +48,7 @@ class BalancedLayout:
     may_fit: bool  # the balanced partition may fit the memory
     expected: float = 0.0  # seconds that a step hardly goes below
     feasible: bool = True  # another partition may fit, if the balanced one does not
+    base: int | None = None  # number of its base layout; None for one with less overlap than that has
 
     @cached_property
     def layout(self) -> Layout:
@@ -168,12 +169,28 @@ class Frontier:
 
     def _open(self) -> None:
         """Bound the layouts of the next base layouts."""
-        bounded = self.candidates.variants(self._unopened[:BASES_AT_ONCE])
+        bounded = self.candidates.variants(self._unopened[:BASES_AT_ONCE], fully=False)
         self._unopened = self._unopened[BASES_AT_ONCE:]
         self._unopened_seconds = self._unopened_seconds[BASES_AT_ONCE:]
-        fits = np.flatnonzero(bounded.nbytes <= self.candidates.pricer.capacity)
-        order = fits[np.argsort(bounded.seconds[fits], kind="stable")]
-        self._set_opened([*self._opened, bounded.take(order)])
+        self._add_opened(bounded)
+
+    def _add_opened(self, bounded: BoundedLayouts) -> None:
+        """Add layouts that are not yet balanced. Of those that do not fit, add one that shards more state."""
+        parts = []
+        while len(bounded):
+            fits = bounded.nbytes <= self.candidates.pricer.capacity
+            order = np.flatnonzero(fits)[np.argsort(bounded.seconds[fits], kind="stable")]
+            parts.append(bounded.take(order))
+            bounded = self._more_sharded(bounded.take(~fits))
+        self._set_opened([*self._opened, *parts])
+
+    def shard_more(self, entry: BalancedLayout) -> None:
+        """Add the layout that shards more of its state than this one, of which no partition was found that fits."""
+        if entry.base is not None and (entry.may_fit or entry.feasible):
+            self._add_opened(self.candidates.more_sharded(Layouts.of([entry.layout]), np.array([entry.base])))
+
+    def _more_sharded(self, bounded: BoundedLayouts) -> BoundedLayouts:
+        return self.candidates.more_sharded(bounded.layouts, bounded.base)
 
     def _balance(self) -> None:
         """Balance the stages of the layouts with the least bounds, and push them."""
@@ -189,10 +206,11 @@ class Frontier:
         pricer = self.candidates.pricer
         limit, lower_bounds = pricer.capacity, self.candidates.lower_bounds
         bounds = balanced_partition.balanced_bounds(pricer.balance_all, lower_bounds, batch, limit)
-        each = (bounds.nbytes <= limit, bounds.expected_seconds, bounds.least_nbytes <= limit)
+        each = (bounds.nbytes <= limit, bounds.expected_seconds, bounds.least_nbytes <= limit, batch.base)
         rows = zip(bounds.seconds.tolist(), *(column.tolist() for column in each), strict=True)
         for i, (seconds, *row) in enumerate(rows):  # infeasible ones too: which layouts are opened next depends on them
             self.push(seconds, BalancedLayout(pricer, batch.layouts, i, *row))
+        self._add_opened(self._more_sharded(batch.take((bounds.nbytes > limit) & (bounds.least_nbytes > limit))))
 
     def _postpone(self) -> None:
         """Set aside the opened layouts of closed meshes."""

@@ -180,6 +180,16 @@ class CandidateSpace:
     def _may_overlap_experts(self, base: Layouts) -> Truth:
         return may_overlap_experts(base, self._requirements.multi_token, self.workload)
 
+    def more_sharded(self, layouts: Layouts) -> tuple[Layouts, Column]:
+        """Return layouts that shard gradients instead of the optimizer's state alone, or weights instead of gradients.
+
+        Only legal ones that the search tries, each with the index of the layout that it comes from.
+        """
+        more = Shard.look_up(layouts.shard, {Shard.NONE: 0, Shard.OPTIMIZER: 2, Shard.GRADIENTS: 3, Shard.WEIGHTS: 0})
+        offered = [x for x in shard_choices(True, self.fixed) if FULLY_SHARDED[Shard(x)]]
+        which = np.flatnonzero(np.isin(more, offered) & self._may_shard_fully(layouts))
+        return evolve(layouts.take(which), shard=more[which]), which
+
     def _may_shard_fully(self, layouts: Layouts) -> Truth:
         """Return where the rules of `--shard weights` hold with default overlaps."""
         full = int(Shard.WEIGHTS) + 0 * layouts.dp
@@ -194,21 +204,23 @@ class CandidateSpace:
             subsets = np.where(~overlapped & self._may_overlap_experts(base), OTHER_VARIANTS, subsets)
         return subsets
 
-    def variants(self, base: Layouts, family: Column) -> tuple[Layouts, Column]:
+    def variants(self, base: Layouts, family: Column, fully: bool = True) -> tuple[Layouts, Column]:
         """Return the legal layouts of these base layouts, and the number of the base layout of each.
+
+        fully: with those that shard gradients or weights, where the user has not fixed `shard`.
 
         family: the sets of modules that selective recompute may have, as bits: [base layouts, sets]. It does not
         matter if there are `all_module_sets`.
         """
         if not self._variant_rules:
-            return self._unchecked_variants(base, family)
+            return self._unchecked_variants(base, family, fully)
         if len(self.all_module_sets):
             family = np.tile(self.all_module_sets, (len(base), 1))
-        layouts, numbers = self._unchecked_variants(base, family)
+        layouts, numbers = self._unchecked_variants(base, family, fully)
         mask = legal((rule for rule, _ in self._variant_rules), self._case(layouts))
         return layouts.take(mask), numbers[mask]
 
-    def _unchecked_variants(self, base: Layouts, family: Column) -> tuple[Layouts, Column]:
+    def _unchecked_variants(self, base: Layouts, family: Column, fully: bool) -> tuple[Layouts, Column]:
         """Return what `variants` does, without asking its rules."""
         needs, numbers, m = self._requirements, np.arange(len(base)), base.microbatches(self.workload.batch)
         subsets, key = self._subsets(base), self._variant_key
@@ -225,7 +237,7 @@ class CandidateSpace:
         if not self.fixed.get("recompute_modules"):
             modules = np.concatenate([np.zeros((len(base), 1), dtype=np.int64), family], axis=1)
             layouts = evolve(layouts, recompute_modules=modules[numbers, layouts.recompute_modules])
-        several = (layouts.dp * layouts.cp > 1) * (1 + self._may_shard_fully(layouts))
+        several = (layouts.dp * layouts.cp > 1) * (1 + (fully & self._may_shard_fully(layouts)))
         shards = [column("shard", shard_choices(on > 0, self.fixed, on > 1)) for on in range(3)]
         layouts, numbers = layouts.spread(shards, several), _repeat(numbers, shards, several)
         return evolve(layouts, overlaps=self._overlaps(layouts)), numbers

@@ -71,12 +71,20 @@ class Candidates:
             self.extend(inf)
         return self.lower_bounds
 
-    def variants(self, base: Column) -> BoundedLayouts:
-        """Return the layouts of these base layouts, without those whose recompute frees too little."""
+    def variants(self, base: Column, fully: bool = True) -> BoundedLayouts:
+        """Return the layouts of these base layouts, without those whose recompute frees too little.
+
+        fully: see `CandidateSpace.variants`.
+        """
         lower_bounds = self.lower_bounds
-        layouts, rows = self.space.variants(lower_bounds.base_layouts.take(base), lower_bounds.module_sets(base))
+        layouts, rows = self.space.variants(lower_bounds.base_layouts.take(base), lower_bounds.module_sets(base), fully)
         base = base[rows]
         if "recompute" not in implied(self.fixed) and not len(self.space.all_module_sets):
             worth = lower_bounds.worth_recomputing(layouts, base)
             layouts, base = layouts.take(worth), base[worth]
         return lower_bounds.bound(layouts, base)
+
+    def more_sharded(self, layouts: Layouts, base: Column) -> BoundedLayouts:
+        """Return what `CandidateSpace.more_sharded` does, with bounds. base: the number of each one's base layout."""
+        layouts, which = self.space.more_sharded(layouts)
+        return self.lower_bounds.bound(layouts, base[which])

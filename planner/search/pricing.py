@@ -29,7 +29,7 @@ from megaloom.planner.cost.cost_table import (
 from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.cost.profiles.frameworks import OWN, PROFILES
 from megaloom.planner.cost.profiles.groups import FrameworkProfile
-from megaloom.planner.cost.weight_units import shard_cost_fields
+from megaloom.planner.cost.weight_units import gathered_fields
 from megaloom.planner.model.structure import ModelStructure, model_structure
 from megaloom.planner.partition.dynamic_program import (
     ChainBatch,
@@ -112,7 +112,7 @@ class Pricer:
     def cost_table(self, layout: Layout) -> CostTable:
         """Return the costs of all graph nodes under a layout."""
         axes = node_cost_key(layout)
-        key = (*axes, *RECOMPUTE_OF(layout), *shard_cost_fields(layout))
+        key = (*axes, *RECOMPUTE_OF(layout), *gathered_fields(layout))
         if key not in self._tables:
             if axes not in self._bare:
                 self._bare[axes] = self.cost_cache.bare_table(layout)
@@ -217,4 +217,4 @@ class Pricer:
 
 def _balance_key(x: Layout, whole_blocks: bool = False) -> tuple[object, ...]:
     """Return everything that the balanced partition of a layout depends on."""
-    return (*node_cost_key(x), *RECOMPUTE_OF(x), *shard_cost_fields(x), x.pp * x.vpp, whole_blocks)
+    return (*node_cost_key(x), *RECOMPUTE_OF(x), x.pp * x.vpp, whole_blocks)

@@ -21,7 +21,7 @@ from megaloom.planner.contract.layouts import Column
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.rules.divisors import divisors
 
-SEARCHED = (Shard.NONE, Shard.OPTIMIZER)  # values of `shard` that the search tries
+SEARCHED = tuple(Shard)  # values of `shard` that the search tries
 MAX_CHUNKS = 16  # model chunks a pipeline rank, at most
 POWERS_OF_TWO = (1, 2, 4, 8, 16)
 GROUP_RATIOS = (1.0, 1.25, 1.5, 2.0)  # microbatch groups, as multiples of pp: larger ones wait less and save more

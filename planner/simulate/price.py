@@ -18,7 +18,7 @@ from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
-from megaloom.planner.contract.state_placement import SHARDED, state_placement
+from megaloom.planner.contract.state_placement import state_placement
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.columns import (
@@ -39,7 +39,6 @@ CAUSES = {  # columns of the time for which a pipeline rank computes
     "tensor-parallel communication": [CostColumn.TP_FORWARD, CostColumn.TP_BACKWARD],
     "context-parallel communication": [CostColumn.CP_FORWARD, CostColumn.CP_BACKWARD],
     "expert-parallel communication": [CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD],
-    "sharded-weight communication": [CostColumn.SHARD_FORWARD, CostColumn.SHARD_BACKWARD],
 }
 COPIED = 4 + 2  # bytes moved to make a 16-bit weight from its fp32 master weight
 # Gradients are reduced in buckets, each as soon as it is complete, so that at least the last one is exposed: its
@@ -141,12 +140,14 @@ def simulate(placed: Partition) -> Priced:
     last_backward = schedules.finish_times(*seconds, x.pp, m, x.microbatch_group)
     ends, blocked = [end_of_rank(placed, rank) for rank in range(x.pp)], placed.blocked_seconds
     counting = counting_seconds(placed) if job.repeats_forward else 0.0
-    computing: Rows = m * placed.stage_sums[:, STEP_COLUMNS].sum(axis=1).reshape(x.vpp, x.pp).sum(axis=0)
+    waiting, stage_seconds = placed.waiting.sum(axis=1), placed.stage_sums[:, STEP_COLUMNS].sum(axis=1)
+    computing: Rows = m * (stage_seconds + waiting).reshape(x.vpp, x.pp).sum(axis=0)
     busy = [float(computing[r]) + blocked[r] + ends[r].reducing + ends[r].updating for r in range(x.pp)]
     end_of_last = end_of_ranks(last_backward, ends)
     busiest = max(range(x.pp), key=busy.__getitem__)
     peaks, columns, end = placed.rank_peaks, m * placed.stage_sums[busiest :: x.pp].sum(axis=0), ends[busiest]
     parts = {cause: float(columns[of].sum()) for cause, of in CAUSES.items()} | {
+        "sharded-weight communication": m * float(waiting[busiest :: x.pp].sum()),
         "pipeline communication": blocked[busiest],
         "pipeline bubble": max(0.0, end_of_last - busy[busiest]) if x.pp > 1 else 0.0,
         "gradient communication": end.reduction + end.gathering,
@@ -222,26 +223,26 @@ def end_of_step(
         norm = [communication.process_group(axis, layout) for axis in ("pp", "tp")]
     gradient = optimizer.main_gradient_nbytes(layout.grad_reduce)
     exposed = []  # seconds of gradient reduction and weight gather
-    for transition, overlap, nbytes, hidden in (
-        (state.reduction, Overlap.GRADIENTS, gradient, window.backward),
-        (state.gather, Overlap.WEIGHTS, precision.nbytes, window.forward),
+    for transition, in_passes, overlap, nbytes, hidden in (
+        (state.reduction, state.pass_reduction, Overlap.GRADIENTS, gradient, window.backward),
+        (state.gather, state.pass_gather, Overlap.WEIGHTS, precision.nbytes, window.forward),
     ):
         kind = transition.communication
-        if kind is None:
-            exposed.append(0.0)
-            continue
         whole = [(nbytes * n, group) for n, group in parts]
         last = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
-        if layout.has_overlap(overlap):  # at least the last bucket is exposed; the rest takes a share of the device
+        if kind is None:  # nothing, or what the first or last pass of a step waits for
+            kind = in_passes.communication
+            exposed.append(communication.state_collective_seconds(kind, cluster, layout, *last) if kind else 0.0)
+        elif layout.has_overlap(overlap):  # at least the last bucket is exposed; the rest takes a share of the device
             took = communication.state_collective_seconds(kind, cluster, layout, *whole)
             least = max(communication.state_collective_seconds(kind, cluster, layout, *last), took - hidden)
             exposed.append(least + (took - least) * job.sm_share)
         else:  # dense weights, then expert weights
             exposed.append(sum(communication.state_collective_seconds(kind, cluster, layout, part) for part in whole))
     shard = params / layout.dense_shards + experts / layout.expert_shards
-    copied = 0 if precision is Precision.FP32 or layout.fsdp else COPIED
+    copied = 0 if precision is Precision.FP32 else COPIED
     moved = (optimizer.moved_in_step_nbytes(layout.grad_reduce) + copied) * shard
-    moved += gradient * (shard if state.gradients == SHARDED else params + experts)  # set to zero
+    moved += gradient * (params + experts)  # set to zero
     number = NBYTES[DType.FLOAT32]
     waits = sum(communication.collective_seconds("all_reduce", cluster, (number, group)) for group in norm)
     reduction, gathering = exposed

@@ -272,7 +272,7 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "step_lower_bound": lambda c: step_lower_bound(c.priced.partition) <= c.priced.seconds * ABOVE,
 }
 NO_BOUNDS = {"price_base_layouts", "too_many_partitions", "in_flight_means"}  # what bounds are made of
-STRUCTURE = {f"LowerBounds.{name}" for name in ("forward_share", "extend", "module_sets", "worth_recomputing")}
+STRUCTURE = {f"LowerBounds.{name}" for name in ("extend", "module_sets", "worth_recomputing")}
 
 
 def _public() -> Iterator[str]:

@@ -35,7 +35,7 @@ from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.bounds.interleaved_memory import too_many_partitions
 from megaloom.planner.bounds.lower_bounds import LowerBounds
-from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.choices import Recompute, Shard
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Runtime, Workload
@@ -113,8 +113,14 @@ def legal(candidates: Candidates) -> list[Layout]:
     result, base = candidates.space.variants(candidates.base_layouts, lower_bounds.module_sets(every_base))
     worth = lower_bounds.worth_recomputing(result, base)
     assert len(result) == candidates.count == len({result[i] for i in range(len(result))})
-    most = [result[i] for i in range(len(result)) if worth[i]]
+    tried = [result[i] for i in range(len(result)) if worth[i]]
+    most = [x for x in tried if not x.fsdp or not fits_with_less_sharded(candidates.pricer, x)]
     return [y for x in most for y in (x, *candidates.pricer.fewer_overlaps(x))]
+
+
+def fits_with_less_sharded(pricer: Pricer, x: Layout) -> bool:
+    """Whether a layout fits that shards less state than this one; then the search does not try this one."""
+    return pricer.partition(evolve(x, shard=Shard(x.shard - 1))).fits
 
 
 @settings(max_examples=INSTANCES)
