@@ -7,7 +7,9 @@ sharded between them is gathered for each pass, and its gradient reduced after t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal
 
 from attrs import frozen
 
@@ -58,15 +60,25 @@ STATE_PLACEMENTS: Mapping[tuple[Shard, Reshard], StatePlacement] = {
 """The placements of state by `shard` and `reshard`. Only sharded weights have a choice of `reshard`."""
 
 
-def is_sharded(layout: LayoutFields[N], holder: Callable[[StatePlacement], Placement]) -> N:
-    """True where the state that `holder` names is sharded between micro-batches: of one layout, or of columns."""
+@lru_cache
+def _sharded(holder: str) -> dict[tuple[Shard, Reshard], bool]:
+    """Return whether the weights, the gradients or the optimizer state are sharded between micro-batches."""
+    whole = {
+        (s, r): STATE_PLACEMENTS.get((s, r), STATE_PLACEMENTS[s, Reshard.MICRO_BATCH]) for s in Shard for r in Reshard
+    }
+    return {key: getattr(placed, holder) == SHARDED for key, placed in whole.items()}
 
-    def at(shard: Shard, reshard: Reshard) -> int:
-        return holder(STATE_PLACEMENTS[shard, reshard if shard is Shard.WEIGHTS else Reshard.MICRO_BATCH]) == SHARDED
 
-    table = {s: Reshard.look_up(layout.reshard, {r: at(s, r) for r in Reshard}) for s in Shard}
-    sharded: N = Shard.look_up(layout.shard, table) == 1
-    return sharded
+def is_sharded(layout: LayoutFields[N], holder: Literal["weights", "gradients", "optimizer"]) -> N:
+    """True where this state is sharded between micro-batches: of one layout, or of columns of layouts."""
+    table: Any = _sharded(holder)
+    if isinstance(layout.shard, Shard):
+        one: N = table[layout.shard, layout.reshard]
+        return one
+    import numpy as np  # only a search has columns
+
+    columns: N = np.array([*table.values()])[layout.shard * len(Reshard) + layout.reshard]
+    return columns
 
 
 def state_placement(layout: Layout) -> StatePlacement:

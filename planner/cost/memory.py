@@ -6,7 +6,6 @@ The other functions give its terms: state, saved activations, transient bytes. A
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import Any, Generic, Protocol, Self, TypeVar, get_args, overload
 
 import numpy as np
@@ -222,7 +221,7 @@ def state_bytes(
     gradient, step = settings.main_gradient_nbytes(x.grad_reduce), settings.held_in_step_nbytes(x.grad_reduce)
     moments = 2 * settings.moment_nbytes + settings.extra_shard_nbytes
     master = 0 if precision is Precision.FP32 else MASTER
-    no_weights, no_gradients = (is_sharded(x, attrgetter(holder)) for holder in ("weights", "gradients"))
+    no_weights, no_gradients = is_sharded(x, "weights"), is_sharded(x, "gradients")
     whole = settings.weight_nbytes or precision.nbytes
     weight_shard = x.fsdp * (MASTER + profile.sharded_weights.narrow_shard_nbytes * no_weights)
 

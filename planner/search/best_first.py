@@ -185,8 +185,11 @@ class Frontier:
         self._set_opened([*self._opened, *parts])
 
     def shard_more(self, entry: BalancedLayout) -> None:
-        """Add the layout that shards more of its state than this one, of which no partition was found that fits."""
-        if entry.base is not None and (entry.may_fit or entry.feasible):
+        """Add the layout that shards more of its state, if the balanced partition of this one does not fit.
+
+        Where that fits, more sharding only adds communication.
+        """
+        if entry.base is not None and entry.may_fit and not self.candidates.pricer.balanced_fits(entry.layout):
             self._add_opened(self.candidates.more_sharded(Layouts.of([entry.layout]), np.array([entry.base])))
 
     def _more_sharded(self, bounded: BoundedLayouts) -> BoundedLayouts:
@@ -210,7 +213,7 @@ class Frontier:
         rows = zip(bounds.seconds.tolist(), *(column.tolist() for column in each), strict=True)
         for i, (seconds, *row) in enumerate(rows):  # infeasible ones too: which layouts are opened next depends on them
             self.push(seconds, BalancedLayout(pricer, batch.layouts, i, *row))
-        self._add_opened(self._more_sharded(batch.take((bounds.nbytes > limit) & (bounds.least_nbytes > limit))))
+        self._add_opened(self._more_sharded(batch.take(bounds.nbytes > limit)))
 
     def _postpone(self) -> None:
         """Set aside the opened layouts of closed meshes."""

@@ -136,6 +136,10 @@ class Pricer:
         even = self._even(layout)
         return self._refine(even) if even.fits else None
 
+    def balanced_fits(self, layout: Layout) -> bool:
+        """Return whether the balanced partition of a legal layout fits the memory limit."""
+        return self._even(layout).fits
+
     def refined(self, layout: Layout, *, full: bool = False) -> PartitionedLayout | None:
         """Return a legal layout with its partition and a lower bound of its step; None if none fits the memory limit.
 

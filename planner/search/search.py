@@ -118,8 +118,8 @@ def plan(
     """Return the fastest legal layout that fits the memory, with runners-up, reasons and neighbours.
 
     No legal layout that fits is faster than the result by more than 0.1 %, given the planner's partition of each.
-    Gradients are sharded only where the layout does not fit with the distributed optimizer, and weights only where it
-    does not fit with sharded gradients, because each takes more communication.
+    Gradients are sharded only where balanced stages do not fit with the distributed optimizer, and weights only where
+    they do not fit with sharded gradients, because each takes more communication.
 
     ref: where the model is declared, such as "file.py:name"; the plan records it.
     fixed: fields of the layout that the search must not change, by name, such as {"tp": 4}.
@@ -272,10 +272,10 @@ class BranchAndBound:
             frontier.push(seconds, entry)
             if "overlaps" not in frontier.candidates.fixed:
                 frontier.push(seconds, BalancedLayout(entry.pricer, Layouts.of([step]), 0, may_fit=True))
-        elif step is None:
-            frontier.shard_more(entry)
         else:
-            frontier.push(max(seconds, ROUNDING * step.seconds), step)
+            frontier.shard_more(entry)
+            if step is not None:
+                frontier.push(max(seconds, ROUNDING * step.seconds), step)
         return True
 
     def fastest(self, count: int) -> list[Priced]:

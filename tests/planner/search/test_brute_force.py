@@ -119,8 +119,8 @@ def legal(candidates: Candidates) -> list[Layout]:
 
 
 def fits_with_less_sharded(pricer: Pricer, x: Layout) -> bool:
-    """Whether a layout fits that shards less state than this one; then the search does not try this one."""
-    return pricer.partition(evolve(x, shard=Shard(x.shard - 1))).fits
+    """Whether balanced stages fit that shard less state than this one; then the search does not try this one."""
+    return pricer.balanced_fits(evolve(x, shard=Shard(x.shard - 1)))
 
 
 @settings(max_examples=INSTANCES)
