@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaloom.planner.contract.choices import Overlap, Reshard, Shard
+from megaloom.planner.contract.choices import Overlap, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.workload import Precision
 
 from .decoder import DecoderModel
 from .option import Option, option
@@ -26,16 +25,6 @@ def fsdp_options(plan: Plan, m: DecoderModel, target: Target) -> Iterator[Option
     x = plan.layout
     if not x.fsdp:
         return
-    if x.reshard is Reshard.STEP:
-        what = f"--shard {x.shard} --reshard {x.reshard}: Megatron-FSDP frees gathered weights after each pass"
-        refuse(target, what, "plan with --shard optimizer, which has as much state and as many collectives")
-    if x.pp > 1:
-        # Its _get_dp_tp_mesh divides all ranks by dp x cp x tp, in 0.16.1 and in 0.19; with stages that is an error.
-        what = f"--shard {x.shard} with pp {x.pp}: the device mesh of Megatron-FSDP has no pipeline stages"
-        refuse(target, what, "plan with --pp 1, or --shard optimizer")
-    if plan.workload.precision is not Precision.BF16:
-        what = f"--shard {x.shard} in {plan.workload.precision}: Megatron-FSDP keeps a second copy of the weights"
-        refuse(target, what, "plan with --precision bf16, or --shard optimizer")
     if x.replicas > 1 and m.moe:
         # mcore_fsdp_adapter.py: with several instances, _init_dist_index builds no mesh for experts.
         what = f"{x.replicas} replicas of a model with experts: Megatron-FSDP shards those over all ranks only"

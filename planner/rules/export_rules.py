@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from megaloom.dsl import MLA, Graph
+from megaloom.planner.contract.choices import Reshard
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
@@ -123,7 +124,39 @@ def _unshared_text(case: Case[Layout]) -> Words:
     )
 
 
+def _megatron_fsdp(case: Case[L]) -> Truth:
+    x = case.layout
+    once: Truth = (x.pp == 1) & (x.reshard == Reshard.MICRO_BATCH) & (case.workload.precision is Precision.BF16)
+    holds: Truth = (x.fsdp == 0) | once
+    return holds
+
+
+def _megatron_fsdp_text(case: Case[Layout]) -> Words:
+    x, precision = case.layout, case.workload.precision
+    if x.pp > 1:
+        found, fix = f"with pp {x.pp}: the device mesh of Megatron-FSDP has no pipeline stages", "use --pp 1"
+    elif x.reshard:
+        found, fix = (
+            f"--reshard {x.reshard}: Megatron-FSDP frees gathered weights after each pass",
+            "use --reshard micro-batch",
+        )
+    else:
+        found, fix = f"in {precision}: Megatron-FSDP keeps a second copy of the weights", "use --precision bf16"
+    return f"--shard {x.shard} {found}", f"{fix}, or --shard optimizer"
+
+
+MEGATRON_FSDP = Rule(
+    id="megatron-fsdp",
+    sentence="With `--shard gradients` and `--shard weights`, pp is 1, the precision bf16, and weights are freed after "
+    "each pass.",
+    fix="use pp 1 and --precision bf16, or --shard optimizer",
+    owner=Owner.CALLERS,
+    source="megatron/core/distributed/fsdp/mcore_fsdp_adapter.py: _get_dp_tp_mesh divides all ranks by dp x cp x tp",
+    holds=_megatron_fsdp,
+    explain=_megatron_fsdp_text,
+)
 EXPORT_RULES = (
+    MEGATRON_FSDP,
     Rule(
         id="experts-reduced",
         sentence="etp equals tp if a model has experts and ep is 1.",

@@ -61,7 +61,7 @@ KEPT_BY_CHOICES = frozenset((
     "recompute-blocks", "recompute-layers", "recompute-none", "recompute-parts", "recompute-modules",
     "overlap-weights", "overlap-tensor", "overlap-tensor-node", "overlap-experts", "overlap-experts-vpp",
     "overlap-experts-recompute", "overlap-experts-precision", "overlap-experts-mtp",
-    *(rule.id for rule in FSDP_RULES),
+    *(rule.id for rule in FSDP_RULES), export_rules.MEGATRON_FSDP.id,
 ))  # fmt: skip
 COUNTED_AT_ONCE = 1024  # base layouts whose variants are counted together
 
@@ -194,7 +194,8 @@ class CandidateSpace:
         """Return where the rules of `--shard weights` hold with default overlaps."""
         full = int(Shard.WEIGHTS) + 0 * layouts.dp
         overlaps = self.fixed.get("overlaps", layouts.overlaps | default_overlaps(full))
-        return legal(FSDP_RULES, self._case(evolve(layouts, shard=full, overlaps=overlaps + 0 * full)))
+        exported = (export_rules.MEGATRON_FSDP,) if self.exported else ()
+        return legal((*FSDP_RULES, *exported), self._case(evolve(layouts, shard=full, overlaps=overlaps + 0 * full)))
 
     def _subsets(self, base: Layouts) -> Column:
         """Return which variants each base layout has: ALL_VARIANTS, OVERLAPPED_EXPERTS or OTHER_VARIANTS."""

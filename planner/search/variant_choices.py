@@ -21,7 +21,6 @@ from megaloom.planner.contract.layouts import Column
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.rules.divisors import divisors
 
-SEARCHED = tuple(Shard)  # values of `shard` that the search tries
 MAX_CHUNKS = 16  # model chunks a pipeline rank, at most
 POWERS_OF_TWO = (1, 2, 4, 8, 16)
 GROUP_RATIOS = (1.0, 1.25, 1.5, 2.0)  # microbatch groups, as multiples of pp: larger ones wait less and save more
@@ -74,10 +73,8 @@ def shard_choices(several: bool, fixed: FixedAxes, fully: bool = True) -> tuple[
     if not fully:
         return field_choices("shard", fixed, (x for x in shard_choices(several, fixed) if not FULLY_SHARDED[Shard(x)]))
     if Overlap.WEIGHTS in fixed.get("overlaps", ()):
-        return field_choices(
-            "shard", fixed, (x for x in SEARCHED if Overlap.WEIGHTS in OverlapSet(default_overlaps(x)))
-        )
-    return field_choices("shard", fixed, SEARCHED if several else (Shard.NONE,))
+        return field_choices("shard", fixed, (x for x in Shard if Overlap.WEIGHTS in OverlapSet(default_overlaps(x))))
+    return field_choices("shard", fixed, Shard if several else (Shard.NONE,))
 
 
 @lru_cache(maxsize=1 << 14)

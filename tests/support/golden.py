@@ -41,6 +41,7 @@ LAYOUT = {
     "recompute_layers": "recompute_layers",
     "microbatch_group_size": "microbatch_group",
     "distributed_optimizer": "distributed_optimizer",
+    "shard": "shard",
     "overlap": "overlaps",
 }
 OVERLAP = {
@@ -56,6 +57,7 @@ SECONDS = {
     "tensor_parallel_communication": "tensor-parallel communication",
     "context_parallel_communication": "context-parallel communication",
     "expert_parallel_communication": "expert-parallel communication",
+    "sharded_weight_communication": "sharded-weight communication",
     "pipeline_communication": "pipeline communication",
     "pipeline_bubble": "pipeline bubble",
     "gradient_communication": "gradient communication",
@@ -127,7 +129,7 @@ def record(result: Any) -> dict[str, Any]:
 
 def _layout(layout: Any) -> dict[str, Any]:
     fields = {field: getattr(layout, attribute) for field, attribute in LAYOUT.items()}
-    fields["recompute"] = str(layout.recompute)
+    fields["recompute"], fields["shard"] = str(layout.recompute), str(layout.shard)
     fields["recompute_modules"] = [str(module) for module in layout.recompute_modules]
     fields["overlap"] = sorted(_renamed(dict.fromkeys(map(str, layout.overlaps)), OVERLAP))
     return fields
