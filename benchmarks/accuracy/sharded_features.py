@@ -147,6 +147,5 @@ FLOAT8_ROWWISE = Feature(
         "cast_moved_nbytes": coded(
             3 + 3, "torchao, float8: one kernel finds the largest number of each row and casts it, twice (3 each)"
         ),
-        "product_speed": fitted(0.6, "torchtitan's runs with scales for each row, of the fitted half"),
     },
 )

@@ -205,7 +205,8 @@ def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows,
     params, experts, fixed = (sums[..., column].reshape(-1, vpp, pp).sum(axis=1).ravel() for column in ELEMENTS)
     ranks = x.take(np.repeat(np.arange(len(bounded)), pp))
     precision, profile = cache.workload.precision, cache.profile
-    state = memory.state_bytes(params, experts, ranks, precision, profile, frozen_params=fixed)
+    one = ranks.microbatches(cache.workload.batch) == 1
+    state = memory.state_bytes(params, experts, ranks, precision, profile, frozen_params=fixed, one_microbatch=one)
     in_flight = schedules.first_in_flight(pp, vpp, x.microbatches(cache.workload.batch), x.microbatch_group)
     saved = sums[..., CostColumn.SAVED] + extra[:, :1] * (np.arange(pp * vpp) > 0)
     activations = (in_flight * saved.reshape(-1, vpp, pp)).sum(axis=1)

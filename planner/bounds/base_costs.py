@@ -135,7 +135,10 @@ def _state(base: Layouts, params: Column, experts: Column, fixed: Column, cache:
     for shard in Shard:
         layouts = evolve(base, shard=np.full(len(base), int(shard)))
         precision, profile = cache.workload.precision, cache.profile
-        state = memory.state_bytes(params, experts, layouts, precision, profile, frozen_params=fixed)
+        one = layouts.microbatches(cache.workload.batch) == 1
+        state = memory.state_bytes(
+            params, experts, layouts, precision, profile, frozen_params=fixed, one_microbatch=one
+        )
         out.append(state.total)
     return np.array(out, dtype=float).T
 

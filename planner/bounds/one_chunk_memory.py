@@ -140,7 +140,8 @@ def _filled_stages(
     n, precision, profile, pp = ELEMENTS_AT_ONCE, job.workload.precision, job.profile, int(x.pp[0])
     ones, none = np.full(len(x), n), np.zeros(len(x), dtype=np.int64)
     kinds = ((ones, none, none), (none, ones, none), (none, none, ones))
-    states = [memory.state_bytes(a, b, x, precision, profile, frozen_params=c) for a, b, c in kinds]
+    one = x.microbatches(job.workload.batch) == 1
+    states = [memory.state_bytes(a, b, x, precision, profile, frozen_params=c, one_microbatch=one) for a, b, c in kinds]
     state = sum(part.total[:, None] / n * each for part, each in zip(states, costs.elements, strict=True))
     step = sum(part.step[:, None] / n * each for part, each in zip(states, costs.elements, strict=True))
     names = ("workspace", "library", "loss", "least_boundary")

@@ -160,7 +160,7 @@ def rank_peaks(
     """
     chunks = sizes.T.reshape(5, layout.vpp, layout.pp)
     (params, experts, fixed), saved, library = chunks[:3].sum(axis=1), chunks[3], chunks[4]
-    state = state_bytes(params, experts, layout, job.workload.precision, job.profile, frozen_params=fixed)
+    state = rank_state(params, experts, layout, job, fixed)
     ranks, count = moments.loss.shape
     activations, passing, logits = np.zeros((3, ranks, count + 1))  # the last moment is the optimizer's step
     activations[:, :-1] = (moments.in_flight @ saved.T[..., None])[..., 0]
@@ -201,6 +201,18 @@ class StateBytes(Generic[Elements]):
         return self.weights + self.gradients + self.optimizer
 
 
+def rank_state(
+    params: Elements, expert_params: Elements, layout: Layout, job: Job, frozen_params: Elements | int = 0
+) -> StateBytes[Elements]:
+    """Return the state of these elements of a rank under one layout of a job."""
+    workload, one = job.workload, layout.microbatches(job.workload.batch) == 1
+    return state_bytes(
+        *(params, expert_params, layout, workload.precision, job.profile),
+        frozen_params=frozen_params,
+        one_microbatch=one,
+    )
+
+
 def state_bytes(
     params: Elements,
     expert_params: Elements,
@@ -209,12 +221,14 @@ def state_bytes(
     profile: FrameworkProfile = OWN,
     *,
     frozen_params: Elements | int = 0,
+    one_microbatch: Any = False,
 ) -> StateBytes[Elements]:
     """Return the state of these elements of trained dense and expert weights, and of frozen ones.
 
     Numbers, or one entry for each layout or rank. Frozen weights have neither gradients nor optimizer state. What is
     sharded is shared by all copies of a weight; a shard is rounded up. Where weights or gradients are sharded, the fp32
     shard of the weight is the master weight, and a whole weight is gathered from it (`state_placement`).
+    one_microbatch: whether a step has one micro-batch.
     """
     settings, elements = profile.optimizer, params + expert_params
     x: Any = layout  # one, or columns as the elements are
@@ -228,13 +242,15 @@ def state_bytes(
     def shared(nbytes: Any, dense: Any, experts: Any) -> Any:
         return -(-nbytes * dense // x.dense_shards) - (-nbytes * experts // x.expert_shards)
 
+    # The shard of a gradient begins with its first reduction: with one micro-batch, after the fullest moment.
+    late = no_gradients * one_microbatch * (not profile.sharded_weights.keeps_gradients)
+    gradients = shared(gradient * no_gradients, params, expert_params)
     return StateBytes(
         weights=whole * (1 - no_weights) * (elements + frozen_params)
         + shared(weight_shard, params + frozen_params, expert_params),
-        gradients=(gradient * (1 - no_gradients) + settings.extra_weight_nbytes) * elements
-        + shared(gradient * no_gradients, params, expert_params),
+        gradients=(gradient * (1 - no_gradients) + settings.extra_weight_nbytes) * elements + (1 - late) * gradients,
         optimizer=shared(moments + master * (1 - x.fsdp), params, expert_params),
-        step=shared(step, params, expert_params),
+        step=shared(step, params, expert_params) + late * gradients,
     )
 
 

@@ -212,11 +212,9 @@ class MemoryLimit:
 
 def memory_limit(sizes: StageSizes, layout: Layout, job: Job, limit: float) -> MemoryLimit:
     """Return the memory of every stage against a limit in bytes."""
-    n, precision, profile = 10**6, job.workload.precision, job.profile
+    n, profile = 10**6, job.profile
     elements = ((n, 0, 0), (0, n, 0), (0, 0, n))
-    dense, experts, fixed = (
-        memory.state_bytes(a, b, layout, precision, profile, frozen_params=c) for a, b, c in elements
-    )
+    dense, experts, fixed = (memory.rank_state(a, b, layout, job, c) for a, b, c in elements)
     state_sums = dense.total / n * sizes.params + experts.total / n * sizes.expert_params
     state_sums = state_sums + fixed.total / n * sizes.frozen_params
     step_sums = dense.step / n * sizes.params + experts.step / n * sizes.expert_params

@@ -49,7 +49,7 @@ def memory_tracks(priced: Priced) -> tuple[MemoryTrack, ...]:
         mine = placed.stages[rank :: x.pp]
         params, experts = sum(s.params for s in mine), sum(s.expert_params for s in mine)
         fixed = sum(s.frozen_params for s in mine)
-        state = memory.state_bytes(params, experts, x, job.workload.precision, job.profile, frozen_params=fixed)
+        state = memory.rank_state(params, experts, x, job, fixed)
         out.append(
             MemoryTrack(
                 bare=state.total + reserved + groups * job.cluster.outer.group_nbytes,

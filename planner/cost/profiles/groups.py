@@ -162,6 +162,7 @@ class ShardedWeightSettings:
         source="torch 2.13, fully_shard/_fsdp_collectives.py: split_with_sizes_copy reads and writes it once",
     )
 
+    keeps_gradients: bool = setting(False, "shards of gradients stay from one step to the next")
     narrow_shard_nbytes: int = setting(
         0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"
     )

@@ -121,7 +121,10 @@ ENGINE_KERNELS = Feature(
     sharded_weights={
         "narrow_shard_nbytes": coded(
             2, "megatron-core 0.16.1, megatron_fsdp/param_and_grad_buffer.py: model_weight_buffer, main_weight_buffer"
-        )
+        ),
+        "keeps_gradients": coded(
+            True, "megatron-core 0.16.1, megatron_fsdp/param_and_grad_buffer.py: main_grad_buffer"
+        ),
     },
     buffers={
         "engine_workspace": coded(

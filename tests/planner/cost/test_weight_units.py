@@ -28,6 +28,7 @@ from megaloom.planner.cost.communication import (
     state_collective_seconds,
 )
 from megaloom.planner.cost.cost_table import cost_table
+from megaloom.planner.cost.measured_memory import held_bytes
 from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.cost.profiles.frameworks import MEGATRON
 from megaloom.planner.search.pricing import Pricer
@@ -174,3 +175,13 @@ def test_a_search_with_replicas_shards_weights() -> None:
     x = made.best.layout
     assert x.replicas == 2 and x.shard is Shard.WEIGHTS and x.dense_shards == x.dp * x.cp // 2
     assert made.best.predicted.step_seconds == min(p.predicted.step_seconds for p in (made.best, *made.others))
+
+
+def test_with_one_micro_batch_gradients_come_after_the_fullest_moment() -> None:
+    """Llama 3 8B on two H200, 2,048 tokens, micro-batch 4, sharded gradients: torch allocated 100.5 GiB."""
+    work = Workload(seq=2048, batch=8)
+    priced = Pricer(graph(find("llama3-8b")[0]), cluster("2xH200"), work)
+    held = priced.price(Layout(dp=2, micro_batch=4, shard="gradients")).prediction.nbytes[0]
+    assert held_bytes(held, "allocated") / 2**30 == pytest.approx(100.5, rel=0.03)
+    assert held["gradients"] == 0
+    assert priced.price(Layout(dp=2, micro_batch=2, shard="gradients")).prediction.nbytes[0]["gradients"] > 0
