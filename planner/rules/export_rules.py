@@ -150,8 +150,8 @@ MEGATRON_FSDP = Rule(
     sentence="With `--shard gradients` and `--shard weights`, pp is 1, the precision bf16, and weights are freed after "
     "each pass.",
     fix="use pp 1 and --precision bf16, or --shard optimizer",
-    owner=Owner.CALLERS,
-    source="megatron/core/distributed/fsdp/mcore_fsdp_adapter.py: _get_dp_tp_mesh divides all ranks by dp x cp x tp",
+    owner=Owner.PLANNER,
+    source="Megatron-FSDP ends in an error: mcore_fsdp_adapter.py, _get_dp_tp_mesh divides all ranks by dp x cp x tp",
     holds=_megatron_fsdp,
     explain=_megatron_fsdp_text,
 )
