@@ -204,9 +204,7 @@ def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows,
     pp, vpp = int(x.pp[0]), int(x.vpp[0])
     params, experts, fixed = (sums[..., column].reshape(-1, vpp, pp).sum(axis=1).ravel() for column in ELEMENTS)
     ranks = x.take(np.repeat(np.arange(len(bounded)), pp))
-    precision, profile = cache.workload.precision, cache.profile
-    one = ranks.microbatches(cache.workload.batch) == 1
-    state = memory.state_bytes(params, experts, ranks, precision, profile, frozen_params=fixed, one_microbatch=one)
+    state = memory.rank_state(params, experts, ranks, cache.job, fixed)
     in_flight = schedules.first_in_flight(pp, vpp, x.microbatches(cache.workload.batch), x.microbatch_group)
     saved = sums[..., CostColumn.SAVED] + extra[:, :1] * (np.arange(pp * vpp) > 0)
     activations = (in_flight * saved.reshape(-1, vpp, pp)).sum(axis=1)

@@ -134,12 +134,7 @@ def _state(base: Layouts, params: Column, experts: Column, fixed: Column, cache:
     out = []
     for shard in Shard:
         layouts = evolve(base, shard=np.full(len(base), int(shard)))
-        precision, profile = cache.workload.precision, cache.profile
-        one = layouts.microbatches(cache.workload.batch) == 1
-        state = memory.state_bytes(
-            params, experts, layouts, precision, profile, frozen_params=fixed, one_microbatch=one
-        )
-        out.append(state.total)
+        out.append(memory.rank_state(params, experts, layouts, cache.job, fixed).total)
     return np.array(out, dtype=float).T
 
 

@@ -137,11 +137,10 @@ def _filled_stages(
     x: Layouts, costs: SegmentCosts, tables: Sequence[CostTable], runtime_nbytes: FloatVector, job: Job, limit: float
 ) -> FilledStages:
     """Return what the stages of these layouts hold; `tables` and `runtime_nbytes` have one entry for each."""
-    n, precision, profile, pp = ELEMENTS_AT_ONCE, job.workload.precision, job.profile, int(x.pp[0])
+    n, profile, pp = ELEMENTS_AT_ONCE, job.profile, int(x.pp[0])
     ones, none = np.full(len(x), n), np.zeros(len(x), dtype=np.int64)
     kinds = ((ones, none, none), (none, ones, none), (none, none, ones))
-    one = x.microbatches(job.workload.batch) == 1
-    states = [memory.state_bytes(a, b, x, precision, profile, frozen_params=c, one_microbatch=one) for a, b, c in kinds]
+    states = [memory.rank_state(a, b, x, job, c) for a, b, c in kinds]
     state = sum(part.total[:, None] / n * each for part, each in zip(states, costs.elements, strict=True))
     step = sum(part.step[:, None] / n * each for part, each in zip(states, costs.elements, strict=True))
     names = ("workspace", "library", "loss", "least_boundary")

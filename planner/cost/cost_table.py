@@ -33,7 +33,7 @@ from .columns import AXIS_COLUMNS, FORWARD_COLUMNS, MODULE_COLUMNS, RECOMPUTE_CO
 from .core_kernels import core_seconds, separate_seconds, transient_bytes
 from .job import ENGINE_WORKSPACE, Job
 from .profiles.groups import ONE_PASS
-from .weight_units import weight_units
+from .weight_units import WeightUnits, weight_units
 
 
 @frozen(eq=False)
@@ -76,6 +76,7 @@ class CostTable:
     # Where only the first blocks of a stage are recomputed: what recompute adds to their rows, and their number.
     recompute_rows: Rows | None = None
     recompute_blocks: int = 0
+    units: WeightUnits | None = None  # where weights or gradients are sharded over data-parallel ranks
     known_sums: dict[tuple[int, ...], Any] = field(factory=dict, init=False)  # of segments, by cut points and columns
 
     @property
@@ -173,8 +174,8 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     partial = layout.full_recompute and layout.recompute_layers > 0
     recomputed, loss = rows - bare.rows if partial else None, bare.loss
     rows = bare.rows if partial else rows
-    if layout.fsdp:
-        units = weight_units(structure, rows, bare.shared_elements)
+    units = weight_units(structure, rows, bare.shared_elements) if layout.fsdp else None
+    if units:
         workspace += units.transient_nbytes(layout, job.workload.precision)
         loss += units.gathered_nbytes(layout, job.workload.precision)
     return CostTable(
@@ -187,6 +188,7 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
         shared_elements=bare.shared_elements,
         recompute_rows=recomputed,
         recompute_blocks=layout.recompute_layers,
+        units=units,
     )
 
 

@@ -202,9 +202,9 @@ class StateBytes(Generic[Elements]):
 
 
 def rank_state(
-    params: Elements, expert_params: Elements, layout: Layout, job: Job, frozen_params: Elements | int = 0
+    params: Elements, expert_params: Elements, layout: Layout | Layouts, job: Job, frozen_params: Elements | int = 0
 ) -> StateBytes[Elements]:
-    """Return the state of these elements of a rank under one layout of a job."""
+    """Return the state of these elements of a rank of a job: see `state_bytes`."""
     workload, one = job.workload, layout.microbatches(job.workload.batch) == 1
     return state_bytes(
         *(params, expert_params, layout, workload.precision, job.profile),
@@ -235,20 +235,21 @@ def state_bytes(
     gradient, step = settings.main_gradient_nbytes(x.grad_reduce), settings.held_in_step_nbytes(x.grad_reduce)
     moments = 2 * settings.moment_nbytes + settings.extra_shard_nbytes
     master = 0 if precision is Precision.FP32 else MASTER
-    no_weights, no_gradients = is_sharded(x, "weights"), is_sharded(x, "gradients")
+    sharded_weights, sharded_gradients = is_sharded(x, "weights"), is_sharded(x, "gradients")
     whole = settings.weight_nbytes or precision.nbytes
-    weight_shard = x.fsdp * (MASTER + profile.sharded_weights.narrow_shard_nbytes * no_weights)
+    weight_shard = x.fsdp * (MASTER + profile.sharded_weights.narrow_shard_nbytes * sharded_weights)
 
     def shared(nbytes: Any, dense: Any, experts: Any) -> Any:
         return -(-nbytes * dense // x.dense_shards) - (-nbytes * experts // x.expert_shards)
 
     # The shard of a gradient begins with its first reduction: with one micro-batch, after the fullest moment.
-    late = no_gradients * one_microbatch * (not profile.sharded_weights.keeps_gradients)
-    gradients = shared(gradient * no_gradients, params, expert_params)
+    late = sharded_gradients * one_microbatch * (not profile.sharded_weights.keeps_gradients)
+    gradients = shared(gradient * sharded_gradients, params, expert_params)
     return StateBytes(
-        weights=whole * (1 - no_weights) * (elements + frozen_params)
+        weights=whole * (1 - sharded_weights) * (elements + frozen_params)
         + shared(weight_shard, params + frozen_params, expert_params),
-        gradients=(gradient * (1 - no_gradients) + settings.extra_weight_nbytes) * elements + (1 - late) * gradients,
+        gradients=(gradient * (1 - sharded_gradients) + settings.extra_weight_nbytes) * elements
+        + (1 - late) * gradients,
         optimizer=shared(moments + master * (1 - x.fsdp), params, expert_params),
         step=shared(step, params, expert_params) + late * gradients,
     )

@@ -23,8 +23,7 @@ from megaloom.planner.model.structure import ModelStructure
 from . import communication
 from .columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
 from .job import Job
-
-FP32_SHARD = 4  # bytes of an element
+from .memory import MASTER
 
 
 @frozen(eq=False)
@@ -56,7 +55,7 @@ class WeightUnits:
         dense, experts = self.sizes[:, 0] + self.sizes[:, 2], self.sizes[:, 1]
         largest = int(np.maximum(dense, experts).max(initial=0.0))
         whole, prefetched = precision.nbytes, state_placement(layout).weights == SHARDED
-        return (whole + FP32_SHARD + whole * prefetched) * largest + self.gathered_nbytes(layout, precision)
+        return (whole + MASTER + whole * prefetched) * largest + self.gathered_nbytes(layout, precision)
 
 
 def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequence[int]) -> WeightUnits:
@@ -106,7 +105,7 @@ def waiting_seconds(rows: Rows, units: WeightUnits, job: Job, layout: Layout) ->
     if placed.weights == SHARDED:
         shards = np.array([layout.dense_shards, layout.expert_shards, layout.dense_shards])
         # In bytes: out of the buffer of the gather, and the cast of the shard.
-        moved = sizes @ (settings.gather_copies * width + (FP32_SHARD + width) / shards)
+        moved = sizes @ (settings.gather_copies * width + (MASTER + width) / shards)
         copied = moved / job.cluster.device.moves
     out = []
     for columns, took in ((FORWARD_COLUMNS, gathered), (BACKWARD_COLUMNS, gathered + reduced)):
@@ -126,13 +125,8 @@ def _unit_seconds(transition: Transition, nbytes: Rows, job: Job, layout: Layout
     kind = transition.communication
     if kind is None:
         return np.zeros(len(nbytes))
-    groups = [communication.process_group(axis, layout) for axis in ("dp", "edp")]
-    return np.array(
-        [
-            sum(
-                communication.state_collective_seconds(kind, job.cluster, layout, (n, group))
-                for n, group in zip(row, groups, strict=True)
-            )
-            for row in nbytes.tolist()
-        ]
-    )
+    seconds = np.zeros(len(nbytes))
+    for column, axis in zip(nbytes.T.tolist(), ("dp", "edp"), strict=True):
+        group = communication.process_group(axis, layout)
+        seconds += [communication.state_collective_seconds(kind, job.cluster, layout, (n, group)) for n in column]
+    return seconds

@@ -21,7 +21,7 @@ from megaloom.planner.cost.columns import BACKWARD_COLUMNS, ELEMENTS, FORWARD_CO
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.memory import StageMemory
-from megaloom.planner.cost.weight_units import waiting_seconds, weight_units
+from megaloom.planner.cost.weight_units import waiting_seconds
 from megaloom.planner.pipeline import schedules
 from megaloom.planner.pipeline.schedules import Moments
 from megaloom.planner.rules.shared_weights import groups_of_copies
@@ -155,11 +155,10 @@ class Partition:
     @cached_property
     def waiting(self) -> Rows:
         """Return the seconds for which passes of one micro-batch wait for sharded weights or gradients: [stages, 2]."""
-        table, x = self.problem.table, self.layout
-        if not x.fsdp:
+        table = self.problem.table
+        if table.units is None:
             return np.zeros((len(self.bounds) - 1, 2))
-        units = weight_units(table.structure, table.rows, table.shared_elements)
-        by_node = waiting_seconds(table.rows, units, table.job, x)[table.structure.kind_of_node]
+        by_node = waiting_seconds(table.rows, table.units, table.job, self.layout)[table.structure.kind_of_node]
         return np.add.reduceat(by_node, self.bounds[:-1])
 
     @property

@@ -99,9 +99,10 @@ def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
     if x.tp > 1:
         yield evolve(x, sequence_parallel=not x.sequence_parallel)
     for shard in (shard for shard in Shard if shard is not x.shard):
-        overlaps = default_overlaps(shard) if x.overlaps & ~int(MICROBATCH_OVERLAPS) == default_overlaps(x.shard) else 0
-        kept = x.overlaps & int(MICROBATCH_OVERLAPS) if overlaps else x.overlaps
-        yield evolve(x, shard=shard, reshard=Reshard.MICRO_BATCH, replicas=1, overlaps=OverlapSet(overlaps | kept))
+        of_step = x.overlaps ^ x.microbatch_overlap_bits
+        of_step = default_overlaps(shard) if of_step == default_overlaps(x.shard) else of_step
+        overlaps = OverlapSet(of_step | x.microbatch_overlap_bits)
+        yield evolve(x, shard=shard, reshard=Reshard.MICRO_BATCH, replicas=1, overlaps=overlaps)
     for overlap in pricer.inner:
         yield evolve(x, overlaps=OverlapSet(x.overlaps ^ overlap.bit))
 

@@ -35,9 +35,8 @@ class SegmentUnit(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.index = index
         holders = [n for n in chunk.segments[index].nodes if n.weights]
-        self.only_looks_up = all(
-            isinstance(n.op, LOOKUPS) for n in holders
-        )  # rows of tables: gradients read no weights
+        # Its gradients read no weights, so the backward pass needs none gathered.
+        self.only_looks_up = all(isinstance(n.op, LOOKUPS) for n in holders)
         object.__setattr__(self, "chunk", chunk)  # not a part of its own part
 
     def forward(self, *reads: Tensor, **options: Any) -> tuple[Tensor, ...]:

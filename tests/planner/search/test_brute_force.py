@@ -119,7 +119,10 @@ def legal(candidates: Candidates) -> list[Layout]:
 
 
 def fits_with_less_sharded(pricer: Pricer, x: Layout) -> bool:
-    """Whether balanced stages fit that shard less state than this one; then the search does not try this one."""
+    """Return whether the balanced stages of a layout fit if one holder less of its state is sharded.
+
+    The search does not try the layout then.
+    """
     return pricer.balanced_fits(evolve(x, shard=Shard(x.shard - 1)))
 
 
