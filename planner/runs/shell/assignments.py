@@ -19,10 +19,10 @@ from megaloom.planner.runs.shell.state import (
     merged_states,
 )
 from megaloom.planner.runs.shell.syntax import Assignment, ParameterPart, Parts, Simple
-from megaloom.planner.runs.shell.text import Text, cause, joined, known, literal, missing, quoted
+from megaloom.planner.runs.shell.text import Text, cause, joined, known_text, literal, missing, quoted
 from megaloom.planner.runs.words import Origin, Unknown
 
-Words = Sequence[Text]
+CommandWords = Sequence[Text]
 DEEPEST_CALL = 60
 
 
@@ -33,7 +33,7 @@ class AssignmentEvaluator(Evaluator):
         super().__init__()
         self.locals: list[dict[str, Variable | None]] = []
 
-    def call(self, name: str, arguments: Words, state: State, origin: Origin) -> Flow:
+    def call(self, name: str, arguments: CommandWords, state: State, origin: Origin) -> Flow:
         """Evaluate a call of a function."""
         if len(self.locals) > DEEPEST_CALL:
             raise ShellSyntaxError(origin)
@@ -60,7 +60,7 @@ class AssignmentEvaluator(Evaluator):
         value = self._new_value(node, state)
         if node.index is not None and not isinstance(value, Indexed | Associative):
             index = self.expander.index(node.index, state, node.name, node.origin)
-            key = known(index)
+            key = known_text(index)
             if key is None:
                 unknown = cause(index) or Unknown(node.name, "variable", node.origin)
                 state.assign(node.name, indexed([missing(unknown)]))
@@ -86,7 +86,7 @@ class AssignmentEvaluator(Evaluator):
             item = self.expander.value(ParameterPart(node.name, node.origin, False, node.index), state)
             is_new = isinstance(item, list) or item[:1] == () or item[0].unset
             return text if is_new or isinstance(item, list) else item + text
-        if state.resolved(node.name) not in state.variables and known(text) is not None:
+        if state.resolved(node.name) not in state.variables and known_text(text) is not None:
             self.record.assume(Unknown(node.name, "variable", node.origin))
         assert not isinstance(before, Indexed | Associative)
         return (
@@ -106,7 +106,7 @@ class AssignmentEvaluator(Evaluator):
         if isinstance(variable.value, Associative):
             result = dict(variable.value.items) if node.append else {}
             for index, parts in items:
-                key = known(self.expander.text(index or (), state)) or ""
+                key = known_text(self.expander.text(index or (), state)) or ""
                 result[key] = quoted(self.expander.text(parts, state))
             return Associative(result)
         before = variable.value if node.append else None
@@ -115,7 +115,7 @@ class AssignmentEvaluator(Evaluator):
         for index, parts in items:
             if index is not None:
                 at = self.expander.index(index, state, node.name, node.origin)
-                position = int(known(at) or position)
+                position = int(known_text(at) or position)
                 numbered[position] = quoted(self.expander.text(parts, state))
                 position += 1
                 continue
@@ -124,11 +124,11 @@ class AssignmentEvaluator(Evaluator):
                 position += 1
         return Indexed(numbered)
 
-    def declare(self, command: str, node: Simple, words: Words, state: State) -> None:
+    def declare(self, command: str, node: Simple, words: CommandWords, state: State) -> None:
         """Evaluate `declare`, `typeset`, `local`, `export` or `readonly`."""
-        options = "".join(t for w in words if (t := known(w) or "")[:1] in ("-", "+"))
+        options = "".join(t for w in words if (t := known_text(w) or "")[:1] in ("-", "+"))
         state.status = Status()
-        plain = [t for w in words if (t := known(w) or "") and t[:1] not in ("-", "+")]
+        plain = [t for w in words if (t := known_text(w) or "") and t[:1] not in ("-", "+")]
         for name in plain:  # `export "X=1"`
             head, equals, text = name.partition("=")
             self._local(command, head, options, state)

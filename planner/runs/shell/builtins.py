@@ -12,7 +12,7 @@ from megaloom.planner.runs.shell.text import (
     Text,
     cause,
     cut,
-    known,
+    known_text,
     literal,
     missing,
     quoted,
@@ -26,7 +26,7 @@ Builtin = Callable[[State, Sequence[Text], Origin], None]
 
 
 def _set(state: State, words: Sequence[Text], origin: Origin) -> None:
-    texts = [known(w) for w in words]
+    texts = [known_text(w) for w in words]
     position = 0
     while position < len(texts) and (text := texts[position]) and text[0] in "-+" and text not in ("-", "--"):
         position += 2 if text[1:].endswith("o") else 1
@@ -37,7 +37,7 @@ def _set(state: State, words: Sequence[Text], origin: Origin) -> None:
 
 
 def _shift(state: State, words: Sequence[Text], origin: Origin) -> None:
-    count = int(known(words[0]) or 1) if words and (known(words[0]) or "").isdigit() else 1
+    count = int(known_text(words[0]) or 1) if words and (known_text(words[0]) or "").isdigit() else 1
     if count > len(state.positional):
         state.status = Status(1)
     else:
@@ -46,7 +46,7 @@ def _shift(state: State, words: Sequence[Text], origin: Origin) -> None:
 
 def _unset(state: State, words: Sequence[Text], origin: Origin) -> None:
     for word in words:
-        name = known(word) or ""
+        name = known_text(word) or ""
         item = re.fullmatch(r"(\w+)\[(.+)\]", name)
         if item and (variable := state.variables.get(item[1])):
             if isinstance(variable.value, Indexed) and item[2].isdigit():
@@ -60,7 +60,7 @@ def _unset(state: State, words: Sequence[Text], origin: Origin) -> None:
 
 
 def _read(state: State, words: Sequence[Text], origin: Origin) -> None:
-    names, array, delimiter = _read_options([known(w) or "" for w in words])
+    names, array, delimiter = _read_options([known_text(w) or "" for w in words])
     if state.stdin is None:
         unknown = Unknown("read", "command", origin)
         for name in names or ["REPLY"]:
@@ -128,7 +128,7 @@ def _read_options(words: Sequence[str]) -> tuple[list[str], str, str]:
 
 
 def _mapfile(state: State, words: Sequence[Text], origin: Origin) -> None:
-    texts = [known(w) or "" for w in words]
+    texts = [known_text(w) or "" for w in words]
     name = next((t for t in reversed(texts) if re.fullmatch(r"[A-Za-z_]\w*", t)), "MAPFILE")
     stdin = missing(Unknown("mapfile", "command", origin)) if state.stdin is None else state.stdin
     strips = any(re.fullmatch(r"-\w*t\w*", t) for t in texts)
@@ -145,11 +145,11 @@ def _mapfile(state: State, words: Sequence[Text], origin: Origin) -> None:
 
 
 def _getopts(state: State, words: Sequence[Text], origin: Origin) -> None:
-    letters, name = known(words[0]) or "", known(words[1]) or "" if len(words) > 1 else ""
+    letters, name = known_text(words[0]) or "", known_text(words[1]) or "" if len(words) > 1 else ""
     arguments = list(words[2:]) or list(state.positional)
     at = int(shown(_text(state, "OPTIND")) or 1) if shown(_text(state, "OPTIND")).isdigit() else 1
     offset = int(shown(_text(state, "OPTOFFSET")) or 1)
-    word = known(arguments[at - 1]) if at <= len(arguments) else ""
+    word = known_text(arguments[at - 1]) if at <= len(arguments) else ""
     if word is None:
         unknown = cause(arguments[at - 1]) or Unknown("getopts", "command", origin)
         state.assign(name, missing(unknown))
@@ -217,7 +217,7 @@ def declared(state: State, name: str, options: str, value: Text | Indexed | Asso
     before = state.variables.get(name if "n" in options else state.resolved(name))
     variable = before or Variable()
     if "n" in options and value is not None and not isinstance(value, Indexed | Associative):
-        state.variables[name] = Variable(reference=known(value) or "")
+        state.variables[name] = Variable(reference=known_text(value) or "")
         return
     if value is not None:
         variable = evolve(variable, value=value)

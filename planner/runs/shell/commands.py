@@ -8,9 +8,9 @@ from posixpath import normpath
 from attrs import evolve
 
 from megaloom.planner.runs.shell.arithmetic import ArithmeticUnknownError
-from megaloom.planner.runs.shell.assignments import AssignmentEvaluator, Words
+from megaloom.planner.runs.shell.assignments import AssignmentEvaluator, CommandWords
 from megaloom.planner.runs.shell.builtins import BUILTINS
-from megaloom.planner.runs.shell.conditions import BINARY, Condition, Surroundings
+from megaloom.planner.runs.shell.conditions import BINARY, BracketCondition, Surroundings
 from megaloom.planner.runs.shell.evaluator import Flow
 from megaloom.planner.runs.shell.folders import Folders, moved
 from megaloom.planner.runs.shell.printing import echoed, formatted
@@ -26,7 +26,7 @@ from megaloom.planner.runs.shell.syntax import (
     Simple,
     SubstitutionPart,
 )
-from megaloom.planner.runs.shell.text import Text, cause, displayed, known, literal, missing, quoted, shown
+from megaloom.planner.runs.shell.text import Text, cause, displayed, known_text, literal, missing, quoted, shown
 from megaloom.planner.runs.words import Origin, Unknown
 
 
@@ -36,7 +36,7 @@ class CommandEvaluator(AssignmentEvaluator):
     def __init__(self, folders: Folders) -> None:
         super().__init__()
         self.folders = folders
-        self.handlers: dict[str, Callable[[Words, State, Origin], Flow]] = {
+        self.handlers: dict[str, Callable[[CommandWords, State, Origin], Flow]] = {
             "echo": self._echo,
             "printf": self._printf,
             "cat": self._cat,
@@ -53,7 +53,7 @@ class CommandEvaluator(AssignmentEvaluator):
             "continue": self._leave,
         }
 
-    def external(self, words: Words, state: State, origin: Origin) -> Flow:
+    def external(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         """Evaluate a command that is neither a builtin nor a function."""
         raise NotImplementedError
 
@@ -63,11 +63,11 @@ class CommandEvaluator(AssignmentEvaluator):
         for item in node.words:
             if not isinstance(item, Assignment):
                 words += self.expander.words(
-                    item, state, globs=not words or known(words[0]) not in ("let", "[", "test")
+                    item, state, globs=not words or known_text(words[0]) not in ("let", "[", "test")
                 )
         return self._with_redirections(node.redirections, state, lambda: self._assigned(node, words, state))
 
-    def _assigned(self, node: Simple, words: Words, state: State) -> Flow:
+    def _assigned(self, node: Simple, words: CommandWords, state: State) -> Flow:
         if not words:
             state.status = Status()
             for assignment in node.assignments:
@@ -85,18 +85,18 @@ class CommandEvaluator(AssignmentEvaluator):
                 state.variables[name] = variable
         return flow
 
-    def _named(self, node: Simple, words: Words, state: State) -> Flow:
-        name = known(words[0])
-        if name in ("command", "builtin") and len(words) > 1 and not (known(words[1]) or "-").startswith("-"):
-            words, name = words[1:], known(words[1])
+    def _named(self, node: Simple, words: CommandWords, state: State) -> Flow:
+        name = known_text(words[0])
+        if name in ("command", "builtin") and len(words) > 1 and not (known_text(words[1]) or "-").startswith("-"):
+            words, name = words[1:], known_text(words[1])
         if name in ("declare", "typeset", "local", "export", "readonly"):
             self.declare(name, node, words[1:], state)
             return ""
         return self.command(words, state, node.origin)
 
-    def command(self, words: Words, state: State, origin: Origin) -> Flow:
+    def command(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         """Evaluate a command by its words."""
-        name = known(words[0]) or ""
+        name = known_text(words[0]) or ""
         if name in state.functions:
             return self.call(name, words[1:], state, origin)
         if name in self.handlers:
@@ -111,8 +111,8 @@ class CommandEvaluator(AssignmentEvaluator):
             return ""
         return self.external(words, state, origin)
 
-    def _pure(self, name: str, words: Words, state: State, origin: Origin) -> Text | None:
-        texts = [known(w) for w in words]
+    def _pure(self, name: str, words: CommandWords, state: State, origin: Origin) -> Text | None:
+        texts = [known_text(w) for w in words]
         stdin = state.stdin or ()
         unknown = next((u for u in map(cause, [*words, *([stdin] if name in FILTERS else [])]) if u), None)
         if unknown:
@@ -142,7 +142,7 @@ class CommandEvaluator(AssignmentEvaluator):
         if captures:
             self.capturing -= 1
             written, state.output = state.output, output
-            if path and (name := known(path)) and not name.startswith("/dev/") and not name.isdigit():
+            if path and (name := known_text(path)) and not name.startswith("/dev/") and not name.isdigit():
                 name = normpath(name)
                 state.files[name] = (state.files.get(name, ()) if appends else ()) + written
         state.stdin = stdin if redirections else state.stdin
@@ -157,7 +157,7 @@ class CommandEvaluator(AssignmentEvaluator):
         text = quoted(self.expander.text(node.target, state), False)
         if node.operator == "<<<":
             return text + literal("\n", text[0].origin if text else Origin(state.path, 1))
-        return state.files.get(normpath(known(text) or ""))
+        return state.files.get(normpath(known_text(text) or ""))
 
     def redirected(self, node: Redirected, state: State) -> Flow:
         """Evaluate a compound command with redirections."""
@@ -166,12 +166,12 @@ class CommandEvaluator(AssignmentEvaluator):
     def double_bracket(self, node: DoubleBracket, state: State) -> Flow:
         """Evaluate `[[ … ]]`."""
         tokens = [_operator(t) or self.expander.text(t, state) if not isinstance(t, str) else t for t in node.tokens]
-        state.status = Condition(tokens, True, node.origin, self._surroundings(state, node.origin)).outcome()
+        state.status = BracketCondition(tokens, True, node.origin, self._surroundings(state, node.origin)).outcome()
         return ""
 
     def _surroundings(self, state: State, origin: Origin) -> Surroundings:
         def exists(path: str) -> bool | None:
-            return True if normpath(path) in state.files or self.folders.has(path, known(state.folder)) else None
+            return True if normpath(path) in state.files or self.folders.has(path, known_text(state.folder)) else None
 
         def is_set(name: str) -> Status:
             variable = state.variables.get(state.resolved(name))
@@ -190,35 +190,35 @@ class CommandEvaluator(AssignmentEvaluator):
 
         return Surroundings(exists, is_set, number, match)
 
-    def _test(self, words: Words, state: State, origin: Origin) -> Flow:
-        is_bracket = known(words[0]) == "["
+    def _test(self, words: CommandWords, state: State, origin: Origin) -> Flow:
+        is_bracket = known_text(words[0]) == "["
         operands = words[1:-1] if is_bracket else words[1:]
-        if is_bracket and known(words[-1]) != "]":
+        if is_bracket and known_text(words[-1]) != "]":
             state.status = Status(2)
             return ""
         gap = next((p.unknown for w in operands for p in w if p.unknown and not p.quoted and len(w) > 1), None)
         if gap:
             state.status = Status(None, gap)
         else:
-            state.status = Condition(operands, False, origin, self._surroundings(state, origin)).outcome()
+            state.status = BracketCondition(operands, False, origin, self._surroundings(state, origin)).outcome()
         return ""
 
-    def _echo(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _echo(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         state.output += echoed(words[1:], origin)
         state.status = Status()
         return ""
 
-    def _printf(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _printf(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         state.status = Status()
-        if len(words) > 3 and known(words[1]) == "-v":
-            state.assign(known(words[2]) or "_", formatted(words[3:], origin))
+        if len(words) > 3 and known_text(words[1]) == "-v":
+            state.assign(known_text(words[2]) or "_", formatted(words[3:], origin))
         else:
             state.output += formatted(words[1:], origin)
         return ""
 
-    def _cat(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _cat(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         state.status = Status()
-        texts = [state.files.get(normpath(known(w) or "")) for w in words[1:] if known(w) != "-"]
+        texts = [state.files.get(normpath(known_text(w) or "")) for w in words[1:] if known_text(w) != "-"]
         if not texts and state.stdin is not None:
             state.output += state.stdin
         elif texts and all(t is not None for t in texts):
@@ -228,26 +228,26 @@ class CommandEvaluator(AssignmentEvaluator):
             state.output += missing(Unknown(name, "file", origin))
         return ""
 
-    def _tee(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _tee(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         stdin = state.stdin or ()
         for word in words[1:]:
-            if (name := known(word)) and not name.startswith(("-", "/dev/")) and not cause(stdin):
+            if (name := known_text(word)) and not name.startswith(("-", "/dev/")) and not cause(stdin):
                 state.files[normpath(name)] = stdin
         state.output += stdin
         return ""
 
-    def _cd(self, words: Words, state: State, origin: Origin) -> Flow:
-        paths = [w for w in words[1:] if not (known(w) or "-").startswith("-") or cause(w)]
+    def _cd(self, words: CommandWords, state: State, origin: Origin) -> Flow:
+        paths = [w for w in words[1:] if not (known_text(w) or "-").startswith("-") or cause(w)]
         state.folder = moved(state.folder, paths[0]) if paths else missing(Unknown("HOME", "variable", origin))
         state.status = Status()
         return ""
 
-    def _pwd(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _pwd(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         state.output += state.folder + literal("\n", origin)
         state.status = Status()
         return ""
 
-    def _let(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _let(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         try:
             values = [self.expander.integer(w, state, origin) for w in words[1:]]
             state.status = Status(int(not (values and values[-1])))
@@ -257,20 +257,20 @@ class CommandEvaluator(AssignmentEvaluator):
             state.status = Status(None, error.unknown)
         return ""
 
-    def _exit(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _exit(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         self._with_code(words, state)
         return "exit"
 
-    def _leave(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _leave(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         name = shown(words[0])
         if name == "return":
             self._with_code(words, state)
         return name
 
     @staticmethod
-    def _with_code(words: Words, state: State) -> None:
+    def _with_code(words: CommandWords, state: State) -> None:
         if len(words) > 1:
-            code = known(words[1])
+            code = known_text(words[1])
             state.status = Status(int(code) % 256) if code and code.isdigit() else Status(None, cause(words[1]))
 
 

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 
 from megaloom.planner.runs.shell.patterns import CLASSES, matches
 from megaloom.planner.runs.shell.state import Status
-from megaloom.planner.runs.shell.text import Text, assumption, cause, displayed, known, shown
+from megaloom.planner.runs.shell.text import Text, assumption, cause, displayed, known_text, shown
 from megaloom.planner.runs.words import Origin, Unknown
 
 FILE_TESTS = frozenset(f"-{c}" for c in "abcdefghkprstuwxGLNOS")
@@ -37,7 +37,7 @@ class Surroundings:
     match: Callable[[Sequence[str]], None]  # is given the groups of a regular expression
 
 
-class Condition:
+class BracketCondition:
     """Reads a condition from its words. In `[[ ]]` operators are strings and operands texts; in `[ ]` all are texts."""
 
     def __init__(self, tokens: Sequence[Text | str], double: bool, origin: Origin, around: Surroundings) -> None:
@@ -59,7 +59,7 @@ class Condition:
         token = self.tokens[ahead]
         if isinstance(token, str):
             return token
-        return (known(token) or "") if not self.double or not any(p.quoted for p in token) else ""
+        return (known_text(token) or "") if not self.double or not any(p.quoted for p in token) else ""
 
     def _either(self) -> Status:
         result = self._both()
@@ -107,10 +107,10 @@ class Condition:
         if operator in ("-n", "-z"):
             return _filled(operand) if operator == "-n" else _filled(operand).negated()
         if operator in ("-v", "-R"):
-            name = known(operand)
+            name = known_text(operand)
             return Status(None, cause(operand)) if name is None else self.around.is_set(name)
         if operator in FILE_TESTS:
-            path = known(operand)
+            path = known_text(operand)
             if path and self.around.file_exists(path):
                 return Status(0)
             if path == "":
@@ -127,7 +127,7 @@ class Condition:
             return Status(int(not NUMBERS[operator](first, second)), assumed=assumed)
         if operator in ("-nt", "-ot", "-ef"):
             return Status(None, Unknown(displayed(left), "file", self.origin))
-        one, two = known(left), known(right)
+        one, two = known_text(left), known_text(right)
         if one is None or two is None:
             differ = operator in ("=", "==", "!=") and _must_differ(left, right)
             return Status(int(operator != "!=")) if differ else Status(None, cause(left) or cause(right))
@@ -165,9 +165,9 @@ def _filled(text: Text) -> Status:
 def _must_differ(left: Text, right: Text) -> bool:
     """Return True if every outcome of an unknown text differs from the other text."""
     for text, other in ((left, right), (right, left)):
-        plain = known(other)
+        plain = known_text(other)
         if plain is not None and len(text) == 1 and text[0].either:
-            outcomes = [" ".join(known(w) or "\0" for w in words) for words in text[0].either]
+            outcomes = [" ".join(known_text(w) or "\0" for w in words) for words in text[0].either]
             if not any("\0" in o or matches(o, other) for o in outcomes):
                 return True
     return False

@@ -36,7 +36,7 @@ from megaloom.planner.runs.shell.syntax import (
     Sequence,
     Simple,
 )
-from megaloom.planner.runs.shell.text import Text, cause, known, missing, quoted, shown
+from megaloom.planner.runs.shell.text import Text, cause, known_text, missing, quoted, shown
 from megaloom.planner.runs.words import Origin, Unknown
 
 Flow = str
@@ -207,7 +207,7 @@ class Evaluator:
         word = self.expander.text(node.word, state)
         patterns = [[self.expander.text(p, state) for p in branch[0]] for branch in node.branches]
         state.status = Status()
-        text = known(word)
+        text = known_text(word)
         unknown = cause(word) or next((u for row in patterns for p in row if (u := cause(p))), None)
         if text is None or unknown:
             options = [partial(self._case_from, node, n) for n in range(len(node.branches))]

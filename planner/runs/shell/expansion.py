@@ -39,7 +39,7 @@ from megaloom.planner.runs.shell.syntax import (
 from megaloom.planner.runs.shell.text import (
     Text,
     cause,
-    known,
+    known_text,
     literal,
     missing,
     quoted,
@@ -121,7 +121,7 @@ class Expander:
         variable = state.variables.get("IFS")
         if variable is None or variable.value is None or isinstance(variable.value, Indexed | Associative):
             return " \t\n"
-        text = known(variable.value)
+        text = known_text(variable.value)
         return " \t\n" if text is None else text
 
     def value(self, part: Part, state: State) -> Text | list[Text]:
@@ -199,7 +199,7 @@ class Expander:
         index = self.index(part.index, state, name, part.origin) if part.index is not None else None
         if part.prefix == "!" and not (index and is_list(name, index)):
             target = scalar(state, name, index, part.origin) or ()
-            pointed = re.fullmatch(r"(\w+)(?:\[([@*\d]+)\])?", known(target) or "")
+            pointed = re.fullmatch(r"(\w+)(?:\[([@*\d]+)\])?", known_text(target) or "")
             if not pointed:
                 return missing(cause(target) or Unknown(name, "variable", part.origin))
             name, index = pointed[1], literal(pointed[2], part.origin) if pointed[2] else None
@@ -290,7 +290,7 @@ class Expander:
         if operator == "@":
             return (
                 text
-                if known(text) is not None and re.fullmatch(r"[\w./-]+", shown(text))
+                if known_text(text) is not None and re.fullmatch(r"[\w./-]+", shown(text))
                 else missing(cause(text) or Unknown(part.name, "command", part.origin))
             )
         argument = self.text(part.arguments[0], state)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from megaloom.planner.runs.shell.text import Text, known, literal, missing
+from megaloom.planner.runs.shell.text import Text, known_text, literal, missing
 from megaloom.planner.runs.words import Origin, Unknown
 
 MOST_BYTES = 2_000_000
@@ -46,7 +46,7 @@ class Folders:
 
 def moved(folder: Text, path: Text) -> Text:
     """Return the folder after `cd PATH`."""
-    target, start = known(path), known(folder)
+    target, start = known_text(path), known_text(folder)
     if target is None or (start is None and not target.startswith("/")):
         origin = path[0].origin if path else Origin("", 1)
         return missing(next((p.unknown for p in (*path, *folder) if p.unknown), Unknown("PWD", "variable", origin)))

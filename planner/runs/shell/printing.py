@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from attrs import evolve
 
 from megaloom.planner.runs.shell.escapes import decoded
-from megaloom.planner.runs.shell.text import Text, cause, joined, known, literal, missing, quoted, shown
+from megaloom.planner.runs.shell.text import Text, cause, joined, known_text, literal, missing, quoted, shown
 from megaloom.planner.runs.words import Origin
 
 _DIRECTIVE = re.compile(r"%%|%([-+ 0#]*)(\d*)(?:\.(\d+))?([sdiuxXocbqfgeE])|%(.?)")
@@ -18,7 +18,7 @@ def echoed(words: Sequence[Text], origin: Origin) -> Text:
     """Return what `echo` prints."""
     end, escapes = "\n", False
     words = list(words)
-    while words and re.fullmatch(r"-[neE]+", known(words[0]) or ""):
+    while words and re.fullmatch(r"-[neE]+", known_text(words[0]) or ""):
         option = shown(words.pop(0))
         end = "" if "n" in option else end
         escapes = "e" in option
@@ -30,7 +30,7 @@ def echoed(words: Sequence[Text], origin: Origin) -> Text:
 
 def formatted(words: Sequence[Text], origin: Origin) -> Text:
     """Return what `printf` prints."""
-    words = words[1:] if words and known(words[0]) == "--" else words
+    words = words[1:] if words and known_text(words[0]) == "--" else words
     if not words:
         return ()
     if (unknown := cause(words[0])) is not None:

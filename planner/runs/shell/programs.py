@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 
-from megaloom.planner.runs.shell.assignments import Words
+from megaloom.planner.runs.shell.assignments import CommandWords
 from megaloom.planner.runs.shell.commands import CommandEvaluator
 from megaloom.planner.runs.shell.evaluator import Flow
 from megaloom.planner.runs.shell.folders import Folders
@@ -18,7 +18,7 @@ from megaloom.planner.runs.shell.text import (
     cause,
     displayed,
     joined,
-    known,
+    known_text,
     literal,
     missing,
     quoted,
@@ -107,9 +107,9 @@ class ProgramEvaluator(CommandEvaluator):
         finally:
             self.depth -= 1
 
-    def external(self, words: Words, state: State, origin: Origin) -> Flow:
+    def external(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         """Record a program; follow the scripts and the commands that it is to run."""
-        texts = [posixpath.basename(known(w) or "") for w in words]
+        texts = [posixpath.basename(known_text(w) or "") for w in words]
         state.status = Status()
         if texts[0] in TESTS:
             state.status = Status(None, Unknown(texts[0], "command", origin))
@@ -120,7 +120,7 @@ class ProgramEvaluator(CommandEvaluator):
         self.record.add(words, state, origin)
         return ""
 
-    def _followed(self, words: Words, texts: list[str], state: State, origin: Origin) -> bool:
+    def _followed(self, words: CommandWords, texts: list[str], state: State, origin: Origin) -> bool:
         """Return True if the words start a script or commands that were evaluated instead."""
         wraps = texts[0] in WRAPPERS or bool(cause(words[0]))
         if texts[0] in REMOTE and len(words) > 2 and " " in shown(words[-1]):
@@ -135,15 +135,15 @@ class ProgramEvaluator(CommandEvaluator):
                 return False
         return texts[0] == "sbatch" and self._batch(words, state)
 
-    def _batch(self, words: Words, state: State) -> bool:
+    def _batch(self, words: CommandWords, state: State) -> bool:
         for position, word in enumerate(words[1:], 1):
-            if not (known(word) or "-").startswith("-") and self._file(words[:position], words[position:], state):
+            if not (known_text(word) or "-").startswith("-") and self._file(words[:position], words[position:], state):
                 return True
         return False
 
-    def _shell(self, words: Words, position: int, state: State, origin: Origin) -> bool:
+    def _shell(self, words: CommandWords, position: int, state: State, origin: Origin) -> bool:
         rest = position + 1
-        while rest < len(words) and (option := known(words[rest]) or "").startswith(("-", "+")):
+        while rest < len(words) and (option := known_text(words[rest]) or "").startswith(("-", "+")):
             rest += 1
             if not option.startswith("--") and option.endswith("c") and rest < len(words):
                 source = text_source(quoted(words[rest], False), origin)
@@ -158,8 +158,8 @@ class ProgramEvaluator(CommandEvaluator):
             return False
         return self._file(words[:position], words[rest:], state)
 
-    def _file(self, prefix: Words, words: Words, state: State) -> bool:
-        name = known(words[0])
+    def _file(self, prefix: CommandWords, words: CommandWords, state: State) -> bool:
+        name = known_text(words[0])
         if name is None:
             return False
         found = self._found(name, state)
@@ -171,10 +171,12 @@ class ProgramEvaluator(CommandEvaluator):
     def _found(self, name: str, state: State) -> Source | None:
         if (written := state.files.get(posixpath.normpath(name))) is not None:
             return text_source(written, Origin(state.path, 1))
-        file = self.folders.read(name, known(state.folder))
+        file = self.folders.read(name, known_text(state.folder))
         return file_source(file[1], file[0]) if file else None
 
-    def _inner(self, source: Source, prefix: Words, words: Words, state: State, is_batch: bool = False) -> None:
+    def _inner(
+        self, source: Source, prefix: CommandWords, words: CommandWords, state: State, is_batch: bool = False
+    ) -> None:
         """Evaluate another script: it sees the exported variables only; the wrapper's words precede its commands."""
         inner = state.copy()
         inner.variables = {n: v for n, v in state.variables.items() if v.exported}
@@ -198,18 +200,18 @@ class ProgramEvaluator(CommandEvaluator):
         state.files = inner.files
         state.status = inner.status
 
-    def _eval(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _eval(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         text: Text = quoted(joined(words[1:]), False)
         return self.parsed(text_source(text, origin), state)
 
-    def _exec(self, words: Words, state: State, origin: Origin) -> Flow:
+    def _exec(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         if len(words) == 1:
             return ""
         flow = self.command(words[1:], state, origin)
         return flow or "exit"
 
-    def _source(self, words: Words, state: State, origin: Origin) -> Flow:
-        name = known(words[1]) if len(words) > 1 else ""
+    def _source(self, words: CommandWords, state: State, origin: Origin) -> Flow:
+        name = known_text(words[1]) if len(words) > 1 else ""
         found = self._found(name, state) if name else None
         if found is None:
             shown_name = displayed(words[1]) if len(words) > 1 else ""

@@ -11,7 +11,7 @@ from megaloom.planner.runs.shell.programs import ProgramEvaluator
 from megaloom.planner.runs.shell.sbatch import batch_variables, sbatch_options
 from megaloom.planner.runs.shell.source import file_source
 from megaloom.planner.runs.shell.state import State, named_value
-from megaloom.planner.runs.shell.text import known, literal
+from megaloom.planner.runs.shell.text import known_text, literal
 from megaloom.planner.runs.words import Origin, Script
 
 
@@ -52,5 +52,5 @@ def script_of_text(text: str, path: str, environment: Mapping[str, str], positio
     except RecursionError:
         raise UserError(f"{path}: the script is nested too deeply to be evaluated") from None
     record = evaluator.record
-    files = {name: content for name, written in state.files.items() if (content := known(written)) is not None}
+    files = {name: content for name, written in state.files.items() if (content := known_text(written)) is not None}
     return Script(tuple(record.commands), options, tuple(record.unknown), tuple(record.assumed), files)

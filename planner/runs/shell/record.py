@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import define, evolve, field
 
 from megaloom.planner.runs.shell.state import Associative, Indexed, State
-from megaloom.planner.runs.shell.text import Text, as_word, known, unknowns
+from megaloom.planner.runs.shell.text import Text, as_word, known_text, unknowns
 from megaloom.planner.runs.words import Command, Origin, Unknown, Word
 
 
@@ -49,7 +49,7 @@ def _environment(state: State, origin: Origin) -> dict[str, Word]:
 def _given_to_env(words: Sequence[Text], origin: Origin) -> dict[str, Word]:
     """Return the variables that `env NAME=VALUE …` sets."""
     result: dict[str, Word] = {}
-    texts = [known(w) or "" for w in words]
+    texts = [known_text(w) or "" for w in words]
     if "env" not in texts:
         return result
     for word in words[texts.index("env") + 1 :]:

@@ -14,7 +14,7 @@ from megaloom.planner.runs.shell.syntax import (
     Redirection,
     Simple,
 )
-from megaloom.planner.runs.shell.text import known
+from megaloom.planner.runs.shell.text import known_text
 from megaloom.planner.runs.shell.word_parser import WordParser
 
 ASSIGNED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?=\+?=|\[)")
@@ -98,7 +98,7 @@ class SimpleParser(WordParser):
         result = Redirection(match[2], match[1], target)
         if match[2] in ("<<", "<<-"):
             written = self.text[start : self.position]
-            end = "".join(known(p.text) or "" for p in target if isinstance(p, LiteralPart))
+            end = "".join(known_text(p.text) or "" for p in target if isinstance(p, LiteralPart))
             self.waiting.append((result, end, match[2] == "<<-", any(c in written for c in "\\'\"")))
         return result
 

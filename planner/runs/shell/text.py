@@ -55,7 +55,7 @@ def assumption(text: Text) -> Unknown | None:
     return next((p.assumed for p in text if p.assumed), None)
 
 
-def known(text: Text) -> str | None:
+def known_text(text: Text) -> str | None:
     """Return the characters of a text, or None if some of them are not known."""
     return None if cause(text) else shown(text)
 
