@@ -36,7 +36,7 @@ class Experts(SequentialMLP):
         """Return the function between the grouped products. megatron-core has a fused kernel of SwiGLU only."""
         c = self.config
         if not c.gated_linear_unit or c.bias_activation_fusion or not device.gpu_count():
-            whole = _activation_only(self.local_experts[0], bias=None)
+            whole = _activation_only(self.local_experts[0])
             return lambda up, scales: whole.forward(up, scales)[0]
         gate = torch.compile(gated_units)  # for dynamic shapes as soon as the number of tokens changes
         settings = c.activation_func, c.glu_linear_offset, c.activation_func_clamp_value
@@ -46,9 +46,7 @@ class Experts(SequentialMLP):
         """Recompute the activations of all experts in the backward pass."""
         self.recompute = True
         for expert in self.local_experts:
-            expert.forward = partial(
-                _forward_with_recompute, expert, _activation_only(expert, bias=expert.linear_fc1.bias)
-            )
+            expert.forward = partial(_forward_with_recompute, expert, _activation_only(expert, after=expert.linear_fc1))
 
     def forward(self, x: Tensor, counts: Tensor, scales: Tensor) -> tuple[Tensor, None]:
         """Return the output for tokens [n, embed], sorted by expert, `counts` per expert, times the tokens' scales."""
@@ -120,20 +118,23 @@ def gated_units(
 
 
 class BiasOnly(nn.Module):
-    """Stands for a linear layer whose product is already computed: returns its input and its bias."""
+    """Stands for a linear layer whose product is already computed: returns its input and the bias of the layer."""
 
-    def __init__(self, bias: Tensor | None) -> None:
+    def __init__(self, layer: nn.Module | None) -> None:
         super().__init__()
-        self.bias = bias
+        object.__setattr__(self, "layer", layer)  # not its parameter, which sharding replaces
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x, self.bias
+        return x, None if self.layer is None else self.layer.bias
 
 
-def _activation_only(expert: mlp.MLP, bias: Tensor | None) -> mlp.MLP:
-    """Return a copy of an expert that computes what is between its two matrix products, after adding a bias."""
+def _activation_only(expert: mlp.MLP, after: nn.Module | None = None) -> mlp.MLP:
+    """Return a copy of an expert that computes what is between its two matrix products.
+
+    after: the first layer, if its bias is still to be added.
+    """
     activation = copy(expert)
-    activation._modules = {"linear_fc1": BiasOnly(bias), "linear_fc2": BiasOnly(None)}
+    activation._modules = {"linear_fc1": BiasOnly(after), "linear_fc2": BiasOnly(None)}
     return activation
 
 

@@ -20,9 +20,9 @@ MORE = {  # weights that blocks share, frozen weights, and whole gradients that 
     "shared blocks": ("shared_weights.py:albert_blocks", Layout(dp=4, shard="gradients")),
     "adapters, recomputed": ("small.py:tiny_gpt_lora", Layout(recompute="full", **WEIGHTS)),
     "each step, with pipeline ranks": ("small.py:deep_llama", Layout(pp=2, vpp=2, reshard="step", **WEIGHTS)),
-    "each step, with experts": (
-        "small.py:tiny_mixtral",
-        Layout(**SP, **WEIGHTS, ep=2, reshard="step", recompute="selective", recompute_modules=("moe",)),
+    "each step, with biased experts": (
+        "small.py:tiny_gpt_oss",
+        Layout(**SP, **WEIGHTS, ep=2, reshard="step", recompute="selective", recompute_modules=("moe_act",)),
     ),
 }
 
