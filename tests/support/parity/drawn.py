@@ -1,6 +1,7 @@
 """Drawn parity: model x options x layout, each compared with one process and with the oracle.
 
 python -m tests.support.parity.drawn              # 500 draws; continues where an interrupted run stopped
+python -m tests.support.parity.drawn --axis "shard weights" "shard gradients"    # only the draws with one of these
 python -m tests.support.parity.drawn --counts     # the table of the draws that have run
 python -m tests.support.parity.drawn --draw 17    # repeat one draw
 """
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import count, islice, pairwise
 from pathlib import Path
 from random import Random
@@ -32,7 +33,7 @@ from megaloom.planner.rules.capabilities import runtime_violations, untrainable
 from megaloom.planner.rules.divisors import divisors
 from megaloom.planner.rules.shared_weights import shared_weight_users
 from megaloom.planner.search.search import plan
-from tests.support.parity.axes import AXES, WANTED
+from tests.support.parity.axes import AXES, WANTED, axes_of
 from tests.support.parity.families import FAMILIES, SEQ
 from tests.support.parity.feeds import Feed
 from tests.support.parity.hf_oracle import HF, NAMES
@@ -215,12 +216,16 @@ def priced(model: Model, layout: Layout, load: Workload, draw: Random | None = N
     )
 
 
-def campaign(draws: int, seed: int, *, progress: Path) -> list[Result]:
-    """Return the results of draws 0 to count - 1. Those in the progress file are not run again."""
+def campaign(draws: int, seed: int, *, progress: Path, axes: Sequence[str] = ()) -> list[Result]:
+    """Return the results of draws 0 to count - 1. Those in the progress file are not run again.
+
+    axes: draws that have none of them are left out; by default none is.
+    """
     progress.parent.mkdir(exist_ok=True)
     known = read_results(progress)
     references = Path(tempfile.mkdtemp(prefix="megaloom-references-"))
-    left = iter([number for number in range(draws) if f"draw {seed}.{number}" not in known])
+    missing = (number for number in range(draws) if f"draw {seed}.{number}" not in known)
+    left = (number for number in missing if not axes or set(axes) & set(axes_of(drawn(seed, number))))
     while some := list(islice(left, POOL)):
         began, cases = time.monotonic(), [drawn(seed, number) for number in some]
         drawing = time.monotonic() - began
@@ -236,7 +241,7 @@ def campaign(draws: int, seed: int, *, progress: Path) -> list[Result]:
             flush=True,
         )
     shutil.rmtree(references)
-    return [known[f"draw {seed}.{number}"] for number in range(draws)]
+    return [known[name] for number in range(draws) if (name := f"draw {seed}.{number}") in known]
 
 
 def counts(results: Sequence[Result]) -> str:
@@ -285,6 +290,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--draw", type=int, help="repeat this draw only")
+    parser.add_argument("--axis", nargs="+", default=[], choices=AXES, metavar="AXIS", help="leave out other draws")
     parser.add_argument(
         "--counts", action="store_true", help="print the table of the draws that have run, and run none"
     )
@@ -296,7 +302,8 @@ def main() -> int:
         print(f"{case.name}: {case.model}, {results[0].layout}, dropout {case.dropout}\n  {explanation(results[0])}")
     else:
         known = read_results(progress)
-        results = list(known.values()) if options.counts else campaign(options.draws, options.seed, progress=progress)
+        run = partial(campaign, options.draws, options.seed, progress=progress, axes=options.axis)
+        results = list(known.values()) if options.counts else run()
         print(counts(results))
     return 0 if all(r.agrees for r in results) else 1
 
