@@ -78,10 +78,12 @@ class AssignmentEvaluator(Evaluator):
         if variable.integer:
             text = self._integer(text, state, node.origin)
         before = variable.value
+        if node.index is None and isinstance(before, Indexed):  # without an index, the first item is meant
+            return Indexed({**before.items, 0: (before.items.get(0, ()) if node.append else ()) + quoted(text)})
+        if node.index is None and isinstance(before, Associative):
+            return Associative({**before.items, "0": (before.items.get("0", ()) if node.append else ()) + quoted(text)})
         if not node.append:
             return text
-        if node.index is None and isinstance(before, Indexed | Associative):
-            return indexed([*items_of(before)[:-1], (items_of(before) or [()])[-1] + text])
         if node.index is not None:
             item = self.expander.value(ParameterPart(node.name, node.origin, False, node.index), state)
             is_new = isinstance(item, list) or item[:1] == () or item[0].unset

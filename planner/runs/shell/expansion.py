@@ -239,7 +239,7 @@ class Expander:
         elif part.operator:
             items = [self._changed(part, state, item) for item in items]
         star = name == "*" or (part.index is not None and self._is_star(part.index))
-        return one_text(items, True) if star and part.quoted else items
+        return one_text(items, True, self.separators(state)[:1]) if star and part.quoted else items
 
     @staticmethod
     def _is_star(parts: Parts) -> bool:
@@ -331,6 +331,7 @@ def _with_home(parts: Parts) -> Parts:
 
 def _without_glob(text: Text) -> Text:
     """Return the word, or an unknown one if it names files by a pattern."""
-    if any(c in "*?" for p in text if not p.quoted for c in p.text):
+    is_pattern = any(c in "*?" for p in text if not p.quoted for c in p.text)
+    if is_pattern and not set(shown(text)) & set("()'\""):  # no file has such a name, so bash leaves those as they are
         return quoted(missing(Unknown(shown(text), "file", text[0].origin)), False)
     return text

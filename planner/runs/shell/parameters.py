@@ -169,6 +169,6 @@ def in_case(text: Text, operator: str) -> Text:
     return (*(evolve(p, text=change(p.text)) for p in first), *rest)
 
 
-def one_text(items: Sequence[Text], is_quoted: bool) -> Text:
-    """Return the items as one text, with spaces between them."""
-    return quoted(joined(items), is_quoted)
+def one_text(items: Sequence[Text], is_quoted: bool, separator: str = " ") -> Text:
+    """Return the items as one text, with a separator between them."""
+    return quoted(joined(items, separator), is_quoted)
