@@ -119,6 +119,7 @@ class CommandEvaluator(AssignmentEvaluator):
             return missing(unknown)
         if name in FILTERS and state.stdin is None:
             return None
+        texts = [t for n, t in enumerate(texts) if t != "--" or "--" in texts[:n]]
         output = PURE_PROGRAMS[name]([t or "" for t in texts], shown(stdin))
         if output is None:
             return None
@@ -142,7 +143,7 @@ class CommandEvaluator(AssignmentEvaluator):
         if captures:
             self.capturing -= 1
             written, state.output = state.output, output
-            if path and (name := known_text(path)) and not name.startswith("/dev/") and not name.isdigit():
+            if path and (name := shown(path)) and not name.startswith("/dev/") and not name.isdigit():
                 name = normpath(name)
                 state.files[name] = (state.files.get(name, ()) if appends else ()) + written
         state.stdin = stdin if redirections else state.stdin

@@ -53,6 +53,7 @@ class Evaluator:
         self.expander = Expander(self.substitute, self.record.assume)
         self.capturing = 0
         self.count = 0
+        self.names: dict[int, tuple[Node, frozenset[str]]] = {}  # what a command may set, by its identity
         self.pending: list[dict[Flow, list[tuple[State, Unknown]]]] = [{}]
 
     def execute(self, node: Node, state: State) -> Flow:
@@ -147,6 +148,14 @@ class Evaluator:
         state.become(copy)
         return flow
 
+    def skip(self, node: Node, state: State) -> None:
+        """Note the variables of commands that do not run: where they are not set, they are empty, not asked for."""
+        if state.status.code is None:
+            return
+        if id(node) not in self.names:
+            self.names[id(node)] = node, frozenset(assigned_names(node))
+        state.skipped |= self.names[id(node)][1]
+
     def _sequence(self, node: Sequence, state: State) -> Flow:
         for command in node.commands:
             if not self.capturing:
@@ -171,6 +180,8 @@ class Evaluator:
                 inner.status = Status(int(is_and))
             return ""
 
+        if (state.status.code == 0) != is_and:
+            self.skip(command, state)
         go = partial(self.execute, command)
         origin = Origin(state.path, 1) if not isinstance(command, Simple) else command.origin
         return self.choose(state, go, skip, origin) if is_and else self.choose(state, skip, go, origin)
@@ -201,6 +212,7 @@ class Evaluator:
         if flow := self.execute(condition, state):
             return flow
         remaining = evolve(node, branches=tuple(rest))
+        self.skip(remaining if state.status.code == 0 else body, state)
         return self.choose(state, partial(self.execute, body), partial(self.execute, remaining), node.origin)
 
     def _case(self, node: CaseClause, state: State) -> Flow:
@@ -214,6 +226,7 @@ class Evaluator:
             complete = any(shown(p) == "*" for row in patterns for p in row)
             skip = [] if complete else [lambda _: ""]
             return self.branch(state, [*options, *skip], unknown or Unknown("?", "command", node.origin), node.origin)
+        self.skip(node, state)
         for number, row in enumerate(patterns):
             if any(matches(text, p) for p in row):
                 return self._case_from(node, number, state)

@@ -66,7 +66,9 @@ def scalar(state: State, name: str, index: Text | None, origin: Origin) -> Text 
     if variable is None:
         if name in ("PWD", "OLDPWD"):
             return state.folder
-        return missing(Unknown(name, "command", origin)) if name in MACHINE else None
+        if name in MACHINE:
+            return missing(Unknown(name, "command", origin))
+        return () if name in state.skipped else None
     return quoted(_item(variable.value, index), False)
 
 

@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from attrs import define, evolve, field, frozen
 
 from megaloom.planner.runs.shell.syntax import Node
-from megaloom.planner.runs.shell.text import Piece, Text, common_ends, literal, merged, missing, same
+from megaloom.planner.runs.shell.text import (
+    Text,
+    common_ends,
+    literal,
+    merged,
+    missing,
+    open_choice,
+    quoted,
+    same,
+    split_words,
+)
 from megaloom.planner.runs.words import Origin, Unknown
 
 
@@ -66,6 +76,7 @@ class State:
     status: Status = Status()
     output: Text = ()
     stdin: Text | None = None
+    skipped: frozenset[str] = frozenset()  # variables that commands would have set which do not run
 
     def copy(self) -> State:
         """Return a state that can change without this one."""
@@ -114,8 +125,7 @@ def merged_items(left: Sequence[Text], right: Sequence[Text], unknown: Unknown) 
     middles = left[before : len(left) - after], right[before : len(right) - after]
     if not middles[0] and not middles[1]:
         return list(left)
-    gap: Text = (Piece("", unknown.origin, unknown, tuple(map(tuple, middles))),)
-    return [*left[:before], gap, *left[len(left) - after :]]
+    return [*left[:before], open_choice(middles, unknown), *left[len(left) - after :]]
 
 
 def _marks(items: Sequence[Text]) -> list[int]:
@@ -146,8 +156,8 @@ def _merged_variable(left: Variable | None, right: Variable | None, unknown: Unk
     if left is None or right is None:  # unset on one side is not the same as empty
         text = left.value if left else two.value
         assert not isinstance(text, Indexed | Associative)
-        either = ((text,) if text else (), ())
-        return evolve(base, value=(Piece("", unknown.origin, unknown, either),), exported=exported)
+        gap = open_choice([split_words(quoted(text or (), False)), []], unknown)
+        return evolve(base, value=gap, exported=exported)
     return evolve(base, value=merged(one.value or (), two.value or (), unknown), exported=exported)
 
 
@@ -175,6 +185,7 @@ def merged_states(left: State, right: State, unknown: Unknown) -> State:
         merged_status(left.status, right.status, unknown),
         merged(left.output, right.output, unknown),
         left.stdin,
+        left.skipped | right.skipped,
     )
 
 

@@ -154,9 +154,19 @@ def merged(left: Text, right: Text, unknown: Unknown) -> Text:
     while after and not (isinstance(first := letters[-after], str) and first.isspace()):
         after -= 1
     middles = cut(left, before, size(left) - after), cut(right, before, size(right) - after)
-    either = tuple(tuple(split_words(quoted(m, False))) for m in middles)
-    gap = Piece("", unknown.origin, unknown, either)
-    return (*cut(left, 0, before), gap, *cut(left, size(left) - after))
+    gap = open_choice([split_words(quoted(m, False)) for m in middles], unknown)
+    return (*cut(left, 0, before), *gap, *cut(left, size(left) - after))
+
+
+def open_choice(outcomes: Iterable[Sequence[Text]], unknown: Unknown) -> Text:
+    """Return a text that stands for the words of one of these outcomes; outcomes that are choices are spread out."""
+    either: list[tuple[Text, ...]] = []
+    for words in outcomes:
+        only = words[0] if len(words) == 1 and len(words[0]) == 1 else ()
+        for outcome in only[0].either if only and only[0].either else (tuple(words),):
+            if not any(len(outcome) == len(o) and all(map(same, outcome, o)) for o in either):
+                either.append(outcome)
+    return (Piece("", unknown.origin, unknown, tuple(either)),)
 
 
 def common_ends(left: Sequence[object], right: Sequence[object]) -> tuple[int, int]:
