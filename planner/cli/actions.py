@@ -43,7 +43,7 @@ def print_scaling(model: Model, job: JobOptions, fixed: FixedAxes, *, pareto: bo
         return job.workload(model, machine)
 
     def clusters() -> Iterator[Cluster]:
-        for machine in clusters_in_range(job.gpus):
+        for machine in clusters_in_range(job.cluster_name):
             progress.update(f"searching the layouts of {model.name} on {machine} ...")
             yield machine
 

@@ -18,6 +18,7 @@ from .adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
 from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, reject_rounded, unwrap_help, usage_error
 from .plan_options import DEFAULT_JOB, DEFAULT_RESULT, JobOptions, ResultOptions
 from .process import cyclic_gc_disabled, run_and_flush
+from .run_options import NO_RUN, RunOptions
 from .settings import SetOption, SettingsOption, model_arguments, options_of_settings
 from .versions import VERSION_HELP, installed_versions
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 app = App(
     name="plan",
-    usage="Usage: plan MODEL [OPTIONS]",
+    usage="Usage: plan MODEL [OPTIONS]\n       plan --from RUN [OPTIONS] [-- ARGUMENTS]",
     help="Find the fastest layout of a model on a cluster, explain it, and write it to a plan file.",
     version=installed_versions,
     version_flags=["--version"],
@@ -57,7 +58,8 @@ _MEGALOOM_COMMANDS = (
 def find_plan(
     model: str | None = None,
     /,
-    *,
+    *more: Annotated[str, Parameter(show=False)],
+    run: Annotated[RunOptions, Parameter(name="*")] = NO_RUN,
     job: Annotated[JobOptions, Parameter(name="*")] = DEFAULT_JOB,
     words: SetOption = [],  # noqa: B006
     settings: SettingsOption = None,
@@ -67,7 +69,8 @@ def find_plan(
 ) -> int | None:
     """Find the fastest layout of a model on a cluster, explain it, and write it to a plan file.
 
-    `megaloom train` trains by the plan, `megaloom export` writes it for other programs.
+    `megaloom train` trains by the plan, `megaloom export` writes it for other programs. With `--from`, read a run that
+    exists, and say what is wrong with it, how far it is from the best layout, and which flags matter.
 
     Parameters
     ----------
@@ -83,6 +86,17 @@ def find_plan(
 
     result.check()
     chosen = fixed_fields(fixed)
+    positional = (() if model is None else (model,)) + more
+    if run.path is not None:
+        from .second_opinion import check_alone, print_opinion
+
+        check_alone(job, chosen, result)
+        return print_opinion(run, job, result, positional)
+    if more:
+        if model in _MEGALOOM_COMMANDS:
+            raise UserError(f"{model} is a command of megaloom\nuse megaloom {shlex.join(positional)}")
+        raise UserError(f"unexpected argument {more[0]!r:.80}\n`plan --help` lists the options")
+    run.check_none()
     if model is None:
         if result.lint and not chosen:
             return print_rules(result.as_json)
@@ -101,10 +115,10 @@ def _plan_or_list(declared: Model, ref: str, job: JobOptions, chosen: FixedAxes,
     from .actions import print_lint, print_scaling
 
     if result.lint:
-        machine = cluster(job.gpus)
+        machine = cluster(job.cluster_name)
         return print_lint(graph(declared), machine, job.workload(declared, machine), chosen, result.as_json)
-    if result.pareto or is_range(job.gpus):
-        result.check_no_plan(job.gpus)
+    if result.pareto or is_range(job.cluster_name):
+        result.check_no_plan(job.cluster_name)
         print_scaling(declared, job, chosen, pareto=result.pareto, as_json=result.as_json)
         return None
     return _plan(declared, ref, job, chosen, result)
@@ -117,7 +131,7 @@ def _plan(declared: Model, ref: str, job: JobOptions, chosen: FixedAxes, result:
 
     from .actions import print_report, run_search
 
-    machine = cluster(job.gpus)
+    machine = cluster(job.cluster_name)
     workload = job.workload(declared, machine)
     found = run_search(declared, machine, workload, ref, chosen, job.memory_headroom, job.runtime)
     path = result.output or ("" if result.as_json else "plan.json")

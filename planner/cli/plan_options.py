@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 _GPUS_HELP = (
     "Number and kind of devices: 64xH100. A range, 8..4096xH100, prints a scaling table. "
     f"Known: {', '.join(MEMORY)}. For another cluster, give a cluster file, 64xours.toml, "
-    "or the profile that `megaloom measure` writes."
+    "or the profile that `megaloom measure` writes. [default: 8xH100]"
 )
+DEFAULT_GPUS = "8xH100"
 
 
 @frozen(kw_only=True)
 class JobOptions:
     """Devices, workload and runtime for which a model is planned."""
 
-    gpus: Annotated[str, Parameter(help=_GPUS_HELP)] = "8xH100"
+    gpus: Annotated[str | None, Parameter(help=_GPUS_HELP)] = None
     seq: int | None = None
     """Tokens per sequence. [default: 4096, or fewer if the model has fewer learned positions]"""
     batch: int | None = None
@@ -41,6 +42,11 @@ class JobOptions:
     )
     memory_headroom: Annotated[float, Parameter(converter=parse_share)] = 0.05
     """Share of each device's memory that a plan leaves free, such as 10%."""
+
+    @property
+    def cluster_name(self) -> str:
+        """Return the number and kind of devices, also where none were given."""
+        return DEFAULT_GPUS if self.gpus is None else self.gpus
 
     @property
     def assumed(self) -> list[str]:

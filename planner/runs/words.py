@@ -17,10 +17,10 @@ class Origin:
     """A line of a file. A literal value that stands there can be changed there."""
 
     path: str
-    line: int  # counted from 1
+    line_number: int  # counted from 1
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}"
+        return f"{self.path}:{self.line_number}"
 
 
 @frozen

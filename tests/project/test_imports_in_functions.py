@@ -18,6 +18,8 @@ REASONS = {
     "planner/cli/main.py": COMMAND,
     "planner/cli/plan_options.py": COMMAND,
     "planner/cli/process.py": COMMAND,
+    "planner/cli/run_options.py": COMMAND,
+    "planner/cli/second_opinion.py": COMMAND,
     "planner/cli/settings.py": COMMAND,
     "planner/cli/versions.py": "start-up time: importlib.metadata takes 30 ms",
     "planner/contract/layout.py": "start-up time: `plan --help` lists the layout fields without loading dsl",

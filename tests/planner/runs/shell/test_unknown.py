@@ -39,7 +39,7 @@ def test_a_variable_is_asked_for_by_name_and_can_be_given() -> None:
 def test_a_word_has_the_line_where_its_text_stands() -> None:
     text = 'TP=8\nARGS=(\n  --tp $TP\n  --pp 2\n)\nX="--a 1\n--b 2"\ntrain ${ARGS[@]} $X\n'
     (command,) = script(text).commands
-    assert [(w.text, w.origin.line) for w in command.words] == [
+    assert [(w.text, w.origin.line_number) for w in command.words] == [
         ("train", 8), ("--tp", 3), ("8", 1), ("--pp", 4), ("2", 4), ("--a", 6), ("1", 6), ("--b", 7), ("2", 7),
     ]  # fmt: skip
 
@@ -98,7 +98,7 @@ srun --nodes $SLURM_NNODES bash -c "torchrun --nnodes $SLURM_NNODES --nproc-per-
     assert " ".join(texts(command.words)) == (
         "srun --nodes 4 torchrun --nnodes 4 --nproc-per-node 8 --node_rank ? train.py"
     )
-    assert command.words[3].text == "torchrun" and command.words[2].origin.line == 2
+    assert command.words[3].text == "torchrun" and command.words[2].origin.line_number == 2
 
 
 def test_other_scripts_are_followed(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""The action of `plan --from`: read a run, judge it, print what matters, and write the patch of its file."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from megaloom.dsl.errors import UserError
+
+if TYPE_CHECKING:
+    from megaloom.planner.contract.devices import Cluster
+    from megaloom.planner.runs.run import TrainingRun
+    from megaloom.planner.search.variant_choices import FixedAxes
+
+    from .plan_options import JobOptions, ResultOptions
+    from .run_options import RunOptions
+
+
+def check_alone(job: JobOptions, chosen: FixedAxes, result: ResultOptions) -> None:
+    """Raise UserError for options that say what the file of a run says."""
+    from megaloom.planner.contract.layout import flag_of
+    from megaloom.planner.contract.workload import Precision, Runtime
+
+    stated = {"--seq": job.seq, "--batch": job.batch, "-o": result.output, "--html": result.html}
+    stated |= {"--trace": result.trace, "--lint": result.lint, "--pareto": result.pareto}
+    stated |= {"--precision": job.precision is not Precision.BF16, "--runtime": job.runtime is not Runtime.MEGALOOM}
+    for flag in (*(flag for flag, value in stated.items() if value), *map(flag_of, chosen)):
+        raise UserError(f"{flag} has no effect with --from, which reads the run's own\ndrop it")
+
+
+def print_opinion(options: RunOptions, job: JobOptions, result: ResultOptions, positional: tuple[str, ...]) -> int:
+    """Print the second opinion on a run. Return exit code 2 if the run breaks a rule, else 0."""
+    from megaloom.planner.runs.opinion import second_opinion
+    from megaloom.planner.runs.read import read_file
+    from megaloom.planner.runs.run import Measured
+    from megaloom.planner.runs.text import opinion_text
+
+    from .actions import run_search
+
+    assert options.path is not None
+    given, seconds = options.given(positional, job.gpus), options.seconds()
+    run = read_file(options.path, given)
+    if seconds is not None:
+        run = evolve(run, measured=Measured(seconds))
+    opinion = second_opinion(run, cluster_of(run, job.gpus), job.memory_headroom, run_search)
+    if result.as_json:
+        from megaloom.planner.runs.to_json import opinion_json
+
+        print(json.dumps(opinion_json(opinion), indent=1))
+    else:
+        print(opinion_text(opinion))
+    if options.patch:
+        from megaloom.planner.runs.patch import write_patch
+
+        told = write_patch(opinion, given, options.patch)
+        if not result.as_json:
+            print(f"\n{told}")
+    return 2 if opinion.broken else 0
+
+
+def cluster_of(run: TrainingRun, gpus: str | None) -> Cluster:
+    """Return the cluster of a run: the kind that the user names, with the run's number of devices and machines."""
+    from megaloom.planner.hardware.cluster_names import cluster
+
+    if gpus is None:
+        raise UserError(f"{run.path} does not state the kind of GPU\ngive it: --gpus {run.devices.count}xH100")
+    named = gpus.strip()
+    counted = named.lower().partition("x")[0].strip().isdigit()
+    machine = cluster(named if counted else f"{run.devices.count}x{named}")
+    each = run.devices.per_machine
+    if each and not machine.source and each < machine.per_node and machine.count % each == 0:
+        return evolve(machine, per_node=each)
+    return machine

@@ -1,0 +1,114 @@
+"""The training command of a script, and the devices that it starts on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+
+from attrs import evolve, frozen
+
+from .run import Devices
+from .words import Command, Origin, Script, Word
+
+# Flags that hardly any program but Megatron-LM has; a training command has several of them.
+MARKS = frozenset(
+    {
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--micro-batch-size",
+        "--tensor-model-parallel-size",
+        "--pipeline-model-parallel-size",
+        "--seq-length",
+        "--max-position-embeddings",
+    }
+)
+MACHINES = ("nnodes", "num_nodes", "nodes")
+PER_MACHINE = ("nproc_per_node", "num_gpus", "gpus_per_node", "ntasks_per_node")
+
+
+@frozen
+class Launch:
+    """A training command: its launcher's words, the program, and the words after it."""
+
+    before: tuple[Word, ...]
+    program: Word
+    words: tuple[Word, ...]
+    command: Command
+
+
+def training_commands(script: Script) -> Iterator[Launch]:
+    """Yield the commands that start Megatron-LM, in order."""
+    for command in script.commands:
+        words = tuple(_split(command.words))
+        for i, word in enumerate(words):
+            if word.text.endswith(".py") and not word.text.startswith("-"):
+                after = words[i + 1 :]
+                if len(MARKS & {w.text.partition("=")[0] for w in _all_words(after)}) >= 2:
+                    yield Launch(words[:i], word, after, command)
+                    break
+
+
+def _all_words(words: Sequence[Word]) -> Iterator[Word]:
+    """Yield words, and those that an unknown condition may add."""
+    for word in words:
+        yield word
+        for outcome in word.either:
+            yield from outcome
+
+
+def _split(words: Sequence[Word]) -> Iterator[Word]:
+    """Yield words; one that is a whole command, as `bash -c` takes it, as its own words."""
+    for word in words:
+        inner = word.text
+        if " " in inner and ".py" in inner and any(mark in inner for mark in MARKS):
+            try:
+                yield from (evolve(word, text=text) for text in shlex.split(inner, comments=True))
+                continue
+            except ValueError:
+                pass
+        yield word
+
+
+def launched_devices(launch: Launch, sbatch: Mapping[str, Word]) -> Devices | None:
+    """Return the devices that a launcher and Slurm's options state; None if they do not."""
+    options, slurm = _options(launch.before), {name.replace("-", "_"): word for name, word in sbatch.items()}
+    if (world := launch.command.environment.get("WORLD_SIZE")) and (count := _number(world)):
+        return Devices(count, None, world.origin)
+    each = _first(options, PER_MACHINE) or _first(slurm, ("gpus_per_node", "ntasks_per_node"))
+    machines = _first(options, MACHINES) or _first(slurm, ("nodes",))
+    if each is None:
+        total = _first(slurm, ("gpus", "ntasks"))
+        return Devices(total[0], None, total[1]) if total else None
+    started_by_torchrun = any(PurePath(word.text).name in ("torchrun", "deepspeed") for word in launch.before)
+    if machines is None and not (started_by_torchrun or _first(options, PER_MACHINE)):
+        return None
+    return Devices((machines[0] if machines else 1) * each[0], each[0], (machines or each)[1])
+
+
+def _options(words: Sequence[Word]) -> dict[str, Word]:
+    """Return the options of a launcher by name, with underscores."""
+    found: dict[str, Word] = {}
+    for i, word in enumerate(words):
+        name, equals, attached = word.text.partition("=")
+        if name.startswith("-"):
+            key = {"-N": "nodes", "-n": "ntasks"}.get(name, name.lstrip("-").replace("-", "_"))
+            if equals:
+                found[key] = evolve(word, text=attached)
+            elif i + 1 < len(words):
+                found[key] = words[i + 1]
+    return found
+
+
+def _first(options: Mapping[str, Word], names: Sequence[str]) -> tuple[int, Origin] | None:
+    for name in names:
+        if name in options and (number := _number(options[name])):
+            return number, options[name].origin
+    return None
+
+
+def _number(word: Word) -> int | None:
+    """Return the number at the end of a word: of 8, h100:8, or 1:4 (torchrun's range); None if it has none."""
+    digits = word.text.rpartition(":")[2].partition("(")[0].strip()
+    return int(digits) if digits.isdigit() and not word.unknown else None

@@ -1,0 +1,170 @@
+"""A run of Megatron-LM from its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import PurePath
+
+from attrs import evolve, field, frozen
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import graph
+from megaloom.planner.contract.workload import Precision
+from megaloom.planner.runs.run import Devices, Measured, TrainingRun
+
+from .edits import edits
+from .flag import Effect
+from .layers import hidden_channels, position_embedding
+from .layout import read_layout, read_workload
+from .model import REQUIRED, build_model, layer_starts
+from .parser import Arguments, GivenArgument, Trouble
+from .refusal import refuse_run
+from .stages import first_layers, layers_of_stages
+from .stated import stated_facts
+from .versions import NEWEST, check_version, defaults_of
+from .vocabulary import vocabulary
+
+PROGRAM = "Megatron-LM"
+
+
+@frozen(kw_only=True)
+class Hints:
+    """Facts that a user adds to a file: the vocabulary, the release whose defaults hold, flags to ignore."""
+
+    vocab: int | None = None
+    version: str | None = None
+    ignored: tuple[str, ...] = ()
+
+
+@frozen
+class ArgumentSource:
+    """Origin of arguments: the file, its devices, what was assumed, and what was measured."""
+
+    path: str
+    devices: Devices
+    assumed: tuple[str, ...] = ()
+    measured: Measured | None = None
+    version: str | None = None
+    hints: Hints = field(factory=Hints)
+
+
+def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
+    """Return the run. Raise UserError with every flag that keeps it from being read."""
+    hints = source.hints
+    version = check_version(hints.version or source.version or NEWEST)
+    a = evolve(a, defaults={**a.defaults, **defaults_of(version)}).without(hints.ignored)
+    if trouble := [*a.trouble, *map(_refused, a.judged(Effect.REFUSED))]:
+        raise UserError(trouble_text(trouble))
+    a = _with_encoder(a)
+    for dest in REQUIRED:
+        if a[dest] is None:
+            refuse_run(a, f"--{dest.replace('_', '-')} is not stated, and Megatron-LM has no default for it")
+    devices = source.devices
+    layout = read_layout(a, devices.count)
+    workload = read_workload(a, layout.dp)
+    vocab, origin = vocabulary(a, hints.vocab)
+    model = build_model(a, vocab, PurePath(source.path).stem or "run")
+    starts = layer_starts(graph(model))
+    firsts = first_layers(layers_of_stages(a))
+    if len(set(firsts[1:])) < len(firsts) - 1:
+        refuse_run(a, "a stage without layers between others is not modelled", "pipeline_model_parallel_layout")
+    assumed = list(source.assumed)
+    if not a.complete and not (hints.version or source.version):
+        assumed.append(f"release {NEWEST} of Megatron-LM, for what the file leaves to defaults (`--version-of`)")
+    if origin and origin != "--vocab":
+        assumed.append(f"a vocabulary of {vocab:,} tokens: {origin} (`--vocab`)")
+    run = TrainingRun(
+        path=source.path,
+        program=PROGRAM,
+        version=version,
+        model=model,
+        layout=layout,
+        workload=workload,
+        stages=(0, *(starts[n] for n in firsts[1:])),
+        devices=devices,
+        stated=stated_facts(a, layout, workload, vocab, devices),
+        notes=tuple(notes(a)),
+        assumed=tuple(assumed),
+        measured=source.measured,
+    )
+    return evolve(run, edits=partial(edits, a, run))
+
+
+def _with_encoder(a: Arguments) -> Arguments:
+    """Return the arguments with the layers of the encoder as those of the model, as Megatron-LM takes them."""
+    if "num_layers" not in a.given and "encoder_num_layers" in a.given:
+        return evolve(a, given={**a.given, "num_layers": a.given["encoder_num_layers"]})
+    return a
+
+
+def trouble_text(trouble: list[Trouble]) -> str:
+    """Return the message of a run that cannot be read: every cause on a line, and what is asked for."""
+    lines = list(dict.fromkeys(map(str, trouble)))
+    asked = dict.fromkeys(one.name for cause in trouble for one in cause.asked if one.kind == "variable")
+    if asked:
+        lines.append(f"give {' '.join(f'--env {name}=…' for name in asked)}")
+    return "\n".join(lines)
+
+
+def _refused(one: GivenArgument) -> Trouble:
+    name = one.flag.name
+    return Trouble(f"{name}: {one.flag.why}", one.origin, name.removeprefix("--"))
+
+
+def notes(a: Arguments) -> Iterator[str]:
+    """Yield what a prediction leaves out of these arguments, and where names mislead, each with its line."""
+    for text, dest in _notes(a):
+        origin = a.origin(dest)
+        yield f"{text} ({origin})" if origin else text
+
+
+def _notes(a: Arguments) -> Iterator[tuple[str, str]]:
+    """Yield each note with the argument that it is about."""
+    for one in a.judged(Effect.LITTLE):
+        if not _relevant(a, one.flag.dest):
+            continue
+        yield f"{one.flag.name} is not in the prediction: {one.flag.why}", one.flag.dest
+    if a["num_experts"]:
+        yield from _expert_notes(a)
+    if a["multi_latent_attention"] and not a["qk_layernorm"]:
+        yield "the latent vectors have no norms without --qk-layernorm; the prediction has them", "qk_layernorm"
+    if a["sequence_parallel"] and a["tensor_model_parallel_size"] == 1:
+        yield "--sequence-parallel has no effect with tp 1", "sequence_parallel"
+    if a["bf16"] and (a["fp8"] or a["fp4"]):
+        yield f"matrix products are in {'fp8' if a['fp8'] else 'fp4'}; --bf16 is the format of the rest", "bf16"
+    if a["rampup_batch_size"]:
+        yield "the batch grows; the prediction is for the last one", "rampup_batch_size"
+    if a["recompute_method"] == "uniform" and (a["recompute_num_layers"] or 1) > 1:
+        yield "layers are recomputed in groups; the prediction has them one by one", "recompute_num_layers"
+    if a["fp8"] and a["fp8_recipe"] == "blockwise":
+        yield "scales of blocks are predicted as one scale for each tensor", "fp8_recipe"
+    if not (a["bf16"] or a["fp16"]):
+        yield f"without --bf16 or --fp16 Megatron-LM trains in {Precision.FP32}", "bf16"
+
+
+def _relevant(a: Arguments, dest: str) -> bool:
+    """Return whether a flag that the prediction leaves out could change this run."""
+    interleaved = (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+    )
+    if dest in ("overlap_p2p_comm", "align_param_gather", "align_grad_reduce"):
+        return any(a[one] for one in interleaved)
+    if dest == "async_tensor_model_parallel_allreduce":
+        return a["tensor_model_parallel_size"] > 1 and not a["sequence_parallel"]
+    if dest == "apply_rope_fusion":  # latent attention has no fused kernel
+        return position_embedding(a) == "rope" and not a["multi_latent_attention"]
+    of = {"moe_": "num_experts", "fp8_": "fp8", "tp_comm_": "tp_comm_overlap"}
+    return all(a[needed] for prefix, needed in of.items() if dest.startswith(prefix))
+
+
+def _expert_notes(a: Arguments) -> Iterator[tuple[str, str]]:
+    dispatcher = a["moe_token_dispatcher_type"]
+    if dispatcher in ("allgather", "flex"):
+        yield f"the dispatcher {dispatcher} is predicted as alltoall", "moe_token_dispatcher_type"
+    if not a["moe_grouped_gemm"]:
+        yield "experts run one by one without --moe-grouped-gemm; the prediction has one kernel for all", ""
+    if not (a["moe_ffn_hidden_size"] or a["ffn_hidden_size"]):
+        yield f"experts have {hidden_channels(a)} channels, Megatron-LM's default of a dense layer", "num_experts"

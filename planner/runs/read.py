@@ -1,0 +1,105 @@
+"""Reading of a run from a file: its kind is found, and the reader of that kind returns the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attrs import evolve, field, frozen
+
+from megaloom.dsl.errors import UserError
+
+from .launch import Launch, launched_devices, training_commands
+from .megatron.log import is_log, read_log
+from .megatron.parser import parse_words
+from .megatron.read import ArgumentSource, Hints, read_run
+from .run import Devices, TrainingRun
+from .shell.read import script_of_text
+from .words import Script
+
+LOG_BYTES = 2**28  # of a log; more than any that was seen
+NOT_READ = {
+    ".yaml": "a YAML file",
+    ".yml": "a YAML file",
+    ".toml": "a TOML file",
+    ".py": "a Python file",
+    ".json": "a JSON file",
+    ".ipynb": "a notebook",
+}
+"""Kinds of files that are not read, by the end of their names."""
+
+
+@frozen(kw_only=True)
+class RunInputs:
+    """Facts that a user gives with the file: variables, arguments of the script, the number of devices, hints."""
+
+    environment: Mapping[str, str] = field(factory=dict)
+    positional: Sequence[str] = ()
+    devices: int | None = None
+    hints: Hints = field(factory=Hints)
+
+
+def read_file(path: str, given: RunInputs) -> TrainingRun:
+    """Return the run of a file. Raise UserError for a file of a kind that is not read, and for what is not known."""
+    return read_text(file_text(path), path, given)
+
+
+def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
+    """Return the run of a file's text; its path is used in origins, and to find the files beside it."""
+    if is_log(text):
+        return read_log(text, path, given.devices, given.hints)
+    if kind := NOT_READ.get(Path(path).suffix.lower()):
+        raise UserError(
+            f"{path} is {kind}, which is not read\n"
+            "give a log of Megatron-LM, or the script or command line that starts it"
+        )
+    return _of_script(script_of_text(text, path, given.environment, given.positional), path, given)
+
+
+def file_text(path: str) -> str:
+    """Return the text of a file, with other characters for bytes that are not UTF-8."""
+    file = Path(path)
+    try:
+        if file.stat().st_size > LOG_BYTES:
+            raise UserError(f"{path} has more than {LOG_BYTES:,} bytes\ngive its beginning, up to some 100 iterations")
+        return file.read_bytes().decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
+    """Return the run of the first training command of a script."""
+    launches = list(training_commands(script))
+    if not launches:
+        missing = ", ".join(sorted({f"{one.kind} {one.name}" for one in script.unknown}))
+        hint = f"\nnot known: {missing}" if missing else ""
+        raise UserError(f"{path} starts no training of Megatron-LM that could be found{hint}")
+    launch = launches[0]
+    stated = launched_devices(launch, script.sbatch)
+    devices = _devices(stated, given.devices, launch)
+    assumed = [f"the first of {len(launches)} training commands ({launch.program.origin})"] if len(launches) > 1 else []
+    assumed += [f"{one.kind} {one.name} not given ({one.origin})" for one in script.assumed[:3]]
+    if stated and devices.count != stated.count:
+        assumed.append(f"{devices.count} GPUs (`--gpus`), though the file starts {stated.count} ({stated.origin})")
+    arguments = parse_words(launch.words)
+    return read_run(arguments, ArgumentSource(path, devices, tuple(assumed), hints=given.hints))
+
+
+def _devices(stated: Devices | None, given: int | None, launch: Launch) -> Devices:
+    if given is not None:
+        return evolve(stated or Devices(given), count=given)
+    if stated is None:
+        raise UserError(
+            f"the number of GPUs is not stated in {launch.program.origin.path}\ngive it with their kind: --gpus 64xH100"
+        )
+    return stated
+
+
+def is_plan(text: str) -> bool:
+    """Return whether a text is a plan of this program."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(data, dict) and {"layout", "stages", "predicted"} <= data.keys()

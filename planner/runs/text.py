@@ -1,0 +1,176 @@
+"""A second opinion as text for a terminal, on about one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from textwrap import fill
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.facts.parameters import params
+from megaloom.dsl.quoting import printable
+from megaloom.planner.contract.plans import Plan
+from megaloom.planner.cost.measured_memory import held_bytes, upper_bytes
+from megaloom.planner.report.units import format_count
+from megaloom.planner.search.reasons import format_nbytes, format_seconds, peak_nbytes
+
+from .opinion import Opinion
+from .run import Edit, Stated, TrainingRun
+
+SCREEN_WIDTH = 110
+CLOSE = 0.01  # share of the step below which a run's layout is called as fast as the best
+
+
+def opinion_text(opinion: Opinion) -> str:
+    """Return the whole opinion."""
+    run = opinion.run
+    parts = [_head(opinion), *_read(run), *_assumed(run), *_rules(opinion)]
+    if opinion.plan is not None:
+        parts += [*_predicted(opinion, opinion.plan), *_best(opinion, opinion.plan), *_measured(opinion, opinion.plan)]
+    return "\n".join(parts)
+
+
+def _head(opinion: Opinion) -> str:
+    run = opinion.run
+    return f"{printable(run.path)}: {run.program} {run.version} on {opinion.cluster}\n"
+
+
+def _read(run: TrainingRun) -> Iterator[str]:
+    yield f"What was read (in brackets the line of {printable(run.path)})"
+    groups = groupby(run.stated, key=lambda fact: fact.group)
+    for group, facts in groups:
+        texts = [_fact(fact, run.path) for fact in facts]
+        if group == "model":
+            texts.insert(0, f"{format_count(params(run.model))} parameters")
+        yield _row(group, ", ".join(texts))
+
+
+def _fact(fact: Stated, path: str) -> str:
+    if fact.origin is None:
+        return f"{fact.name} {fact.value}"
+    where = str(fact.origin.line_number) if fact.origin.path == path else str(fact.origin)
+    return f"{fact.name} {fact.value} [{where}]"
+
+
+def _row(name: str, text: str) -> str:
+    return fill(
+        text,
+        SCREEN_WIDTH,
+        initial_indent=f"  {name:<10}",
+        subsequent_indent=" " * 12,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _assumed(run: TrainingRun) -> Iterator[str]:
+    for name, texts in (("assumed", run.assumed), ("left out", run.notes)):
+        for text in texts:
+            yield _row(name, printable(text))
+            name = ""
+
+
+def _rules(opinion: Opinion) -> Iterator[str]:
+    if not opinion.broken:
+        yield "\nRules broken: none"
+        return
+    yield f"\nRules broken: {len(opinion.broken)}, so this run does not start, or computes something else"
+    for violation in opinion.broken:
+        yield _row("", f"{violation.message} [{violation.rule}]; {violation.fix}")
+
+
+def _predicted(opinion: Opinion, plan: Plan) -> Iterator[str]:
+    p, device = plan.predicted, plan.cluster.device
+    low, high = map(format_seconds, p.interval)
+    most = max(map(upper_bytes, p.nbytes))
+    fits = "" if opinion.fits else ": it is predicted not to fit"
+    yield _row(
+        "Predicted".ljust(10),
+        f"{format_seconds(p.step_seconds)} a step ({low} to {high}), {p.flops_per_second_per_device / 1e12:.0f} "
+        f"TFLOP/s a GPU, MFU {p.mfu:.1%}, bubble {p.bubble:.1%}; "
+        f"{format_nbytes(peak_nbytes(p))} of {format_nbytes(device.nbytes)} a GPU, at most {format_nbytes(most)}{fits}",
+    ).replace("  ", "", 1)
+
+
+def _best(opinion: Opinion, plan: Plan) -> Iterator[str]:
+    if opinion.found is None:
+        return
+    best = opinion.found.best
+    if opinion.fits and opinion.gain < CLOSE:
+        faster = "as fast as" if opinion.gain <= 0 else f"within {opinion.gain:.1%} of"
+        yield f"Best      This layout is {faster} the best under the cost model on the same hardware and program."
+        return
+    yield _row(
+        "Best".ljust(10),
+        f"{format_seconds(best.predicted.step_seconds)} a step, {opinion.gain:.1%} less: {best.layout}; "
+        "no layout that fits is more than 0.1 % faster under the cost model, on the same hardware and program",
+    ).replace("  ", "", 1)
+    yield from _moves(opinion, plan)
+
+
+def _moves(opinion: Opinion, plan: Plan) -> Iterator[str]:
+    """Yield the changes that matter, with the share of the step that each saves alone, and all together."""
+    if opinion.together is None:
+        yield "\nNo one, two or three changes save more than 1 % each."
+        return
+    step, shown = plan.predicted.step_seconds, set[str]()
+    yield "\nWhat matters, and the share of the step that it saves alone"
+    for change in opinion.changes:
+        edits = edits_of(opinion, change.alone)
+        shown |= {edit.text for edit in edits if not isinstance(edits, str)}  # type: ignore[union-attr]
+        yield _row(_share(change.alone, step), f"{change.group}{_edits_text(edits, opinion.run.path)}")
+    edits = edits_of(opinion, opinion.together)
+    rest = edits if isinstance(edits, str) else [edit for edit in edits if edit.text not in shown]
+    text = f"all of these: {format_seconds(opinion.together.predicted.step_seconds)} a step, {opinion.together.layout}"
+    yield _row(_share(opinion.together, step), f"{text}{_edits_text(rest, opinion.run.path, ', with ')}")
+
+
+def _share(plan: Plan | None, step: float) -> str:
+    return "not alone" if plan is None else f"{1 - plan.predicted.step_seconds / step:.1%}"
+
+
+def _edits_text(edits: Sequence[Edit] | str, path: str, before: str = ": ") -> str:
+    if isinstance(edits, str):
+        return f" ({edits})"
+    return before + ", ".join(edit_text(edit, path) for edit in edits) if edits else ""
+
+
+def edits_of(opinion: Opinion, plan: Plan | None) -> Sequence[Edit] | str:
+    """Return the changes of flags that make the run that of a plan, or why there are none."""
+    if plan is None or opinion.run.edits is None:
+        return ()
+    try:
+        return opinion.run.edits(plan)
+    except UserError as error:
+        return str(error).partition("\n")[0]
+
+
+def edit_text(edit: Edit, path: str) -> str:
+    """Return a change of a flag in words, with the line of the file that has it now."""
+    if not edit.old:
+        return f"{edit.text} (new)"
+    at = edit.old[-1].origin
+    where = f"line {at.line_number}" if at.path == path else str(at)
+    had = " ".join(word.text for word in edit.old[1:])
+    return f"{edit.text} ({where}{f', now {printable(had)}' if had else ''})"
+
+
+def _measured(opinion: Opinion, plan: Plan) -> Iterator[str]:
+    measured = opinion.run.measured
+    if measured is None:
+        return
+    step, (low, high) = plan.predicted.step_seconds, plan.predicted.interval
+    more = measured.seconds - step
+    inside = "within the interval" if low <= measured.seconds <= high else "outside the interval"
+    what = f"{abs(more) / step:.1%} {'more' if more >= 0 else 'less'} than predicted, {inside}"
+    yield "\n" + _row("Measured".ljust(10), f"{format_seconds(measured.seconds)} a step, {what}").replace("  ", "", 1)
+    for text in measured.left_out:
+        yield _row("left out", text)
+    if measured.nbytes is not None:
+        allocated = max(held_bytes(held, "allocated") for held in plan.predicted.nbytes)
+        off = measured.nbytes / allocated - 1
+        yield _row("memory", f"{format_nbytes(measured.nbytes)} of tensors at most, {off:+.1%} against the prediction")
+    if more > 0 and opinion.causes:
+        yield f"  The other {format_seconds(more)} may be any of these, by what each would add:"
+        for cause in opinion.causes:
+            yield _row("", f"+{format_seconds(cause.seconds)}  {cause.words}")

@@ -1,0 +1,81 @@
+"""A second opinion as JSON, under the name `from`. Times are in seconds, memory in GiB."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import asdict
+
+from megaloom.dsl.facts.parameters import params
+from megaloom.planner.contract.devices import GiB
+from megaloom.planner.contract.plan_json import layout_to_json
+from megaloom.planner.report.to_json import JSON_VERSION, plan_json
+
+from .opinion import Opinion
+from .run import Measured, TrainingRun
+from .text import edits_of
+
+
+def opinion_json(opinion: Opinion) -> dict[str, Any]:
+    """Return the opinion: what was read, rules broken, prediction, best layout, changes that matter, causes."""
+    run, found = opinion.run, opinion.found
+    edits = edits_of(opinion, opinion.together)
+    judged = {
+        "predicted": None if opinion.plan is None else plan_json(opinion.plan),
+        "fits": opinion.fits,
+        "best": None if found is None else plan_json(found.best),
+        "gain": opinion.gain,
+        "changes": [
+            {"change": one.group, "alone": None if one.alone is None else plan_json(one.alone)}
+            for one in opinion.changes
+        ],
+        "together": None if opinion.together is None else plan_json(opinion.together),
+        "flags": [
+            {
+                "flag": edit.flag,
+                "new": list(edit.new),
+                "line": edit.old[-1].origin.line_number if edit.old else None,
+                "path": edit.old[-1].origin.path if edit.old else None,
+            }
+            for edit in (() if isinstance(edits, str) else edits)
+        ],
+        "causes": [{"cause": cause.words, "seconds": cause.seconds} for cause in opinion.causes],
+    }
+    broken = [asdict(violation) for violation in opinion.broken]
+    return {
+        "version": JSON_VERSION,
+        "from": {**_read(run), "gpus": str(opinion.cluster), "violations": broken, **judged},
+    }
+
+
+def _read(run: TrainingRun) -> dict[str, Any]:
+    return {
+        "path": run.path,
+        "program": run.program,
+        "program_version": run.version,
+        "parameters": params(run.model),
+        "layout": layout_to_json(run.layout),
+        "workload": asdict(run.workload),
+        "stated": [
+            {
+                "group": fact.group,
+                "name": fact.name,
+                "value": fact.value,
+                "path": fact.origin.path if fact.origin else None,
+                "line": fact.origin.line_number if fact.origin else None,
+            }
+            for fact in run.stated
+        ],
+        "assumed": list(run.assumed),
+        "left_out": list(run.notes),
+        "measured": None if run.measured is None else _measured(run.measured),
+    }
+
+
+def _measured(measured: Measured) -> dict[str, Any]:
+    return {
+        "step_seconds": measured.seconds,
+        "intervals": measured.iterations,
+        "left_out": list(measured.left_out),
+        "memory_gib": None if measured.nbytes is None else measured.nbytes / GiB,
+    }

@@ -1,0 +1,115 @@
+"""Logs of Megatron-LM: the arguments that they list, the measured step, and what is never shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaloom.dsl import UserError, fingerprint
+from megaloom.planner.export.export import export_plan
+from megaloom.planner.export.target import Target
+from megaloom.planner.runs.megatron.field_flags import FIELD_FLAGS
+from megaloom.planner.runs.megatron.layers import frequency
+from megaloom.planner.runs.megatron.log import is_log, read_log
+from megaloom.planner.runs.megatron.parser import Arguments, parse_words
+from megaloom.planner.runs.megatron.read import ArgumentSource, Hints, read_run
+from megaloom.planner.runs.megatron.stages import chunks
+from megaloom.planner.runs.run import Devices, TrainingRun
+from megaloom.planner.runs.words import Origin, Word
+from tests.support.exported import CASES, case, groups
+
+SECRET = "hf_abcdefghijklmnop"
+
+
+def log_of(a: Arguments, world: int, prefix: str = "", seconds: tuple[float, ...] = ()) -> str:
+    """Return a log that lists these arguments as Megatron-LM leaves them after its checks, and these iterations."""
+    listed = {flag.dest: a[flag.dest] for flag in FIELD_FLAGS}
+    listed |= {"world_size": world, "virtual_pipeline_model_parallel_size": chunks(a) if chunks(a) > 1 else None}
+    listed |= {"lr": 1e-4, "save": SECRET, "padded_vocab_size": None, "add_qkv_bias": a["add_bias_linear"]}
+    if a["recompute_activations"]:
+        listed["recompute_granularity"] = "selective"
+    if listed["expert_tensor_parallel_size"] is None:
+        listed["expert_tensor_parallel_size"] = a["tensor_model_parallel_size"]
+    if a["moe_layer_freq"].startswith("["):
+        listed["moe_layer_freq"] = frequency(a, "moe_layer_freq")
+    lines = [f"HF_TOKEN={SECRET}", "------------------------ arguments ------------------------"]
+    for name, value in sorted(listed.items()):
+        shown = list(value) if isinstance(value, tuple) and len(value) > 1 else value
+        shown = shown[0] if isinstance(shown, tuple) else shown
+        lines.append(f"{prefix}  {name} {'.' * (48 - len(name))} {shown}")
+    lines += ["-------------------- end of arguments ---------------------"]
+    for i, one in enumerate(seconds, 1):
+        lines.append(
+            f" [2026-01-01 00:00:00] iteration {i:8d}/{len(seconds):8d} | consumed samples: 12 | "
+            f"elapsed time per iteration (ms): {1e3 * one:.1f} | learning rate: 1.0E-04 |"
+        )
+        if i == 2:
+            lines.append(
+                "[Rank 0] (after 2 iterations) memory (MB) | allocated: 100.00 | max allocated: 2048.00 | "
+                "reserved: 3000.00 | max reserved: 3000.00"
+            )
+    return "\n".join(lines)
+
+
+def arguments_of(name: str) -> tuple[Arguments, int]:
+    plan, model = case(name)
+    text = export_plan(plan, model, Target.MEGATRON_LM)
+    words = [Word(word, Origin("run.sh", 1)) for group in groups(text).values() for word in group]
+    return parse_words(words), plan.cluster.count
+
+
+@pytest.mark.parametrize("prefix", ["", "0: ", "[default0]:"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_log_is_read_as_the_command_that_wrote_it(name: str, prefix: str) -> None:
+    a, world = arguments_of(name)
+    text = log_of(a, world, prefix)
+    assert is_log(text)
+    ours, theirs = read_log(text, "run.log", None, Hints()), read_run(a, ArgumentSource("run.sh", Devices(world)))
+    assert (ours.layout, ours.workload, ours.stages) == (theirs.layout, theirs.workload, theirs.stages)
+    assert fingerprint(ours.model) == fingerprint(theirs.model)
+    assert not any("release" in text for text in ours.assumed)
+
+
+def measured(*seconds: float) -> TrainingRun:
+    a, world = arguments_of("gpt2")
+    return read_log(log_of(a, world, seconds=seconds), "run.log", None, Hints())
+
+
+def test_the_measured_step_leaves_out_warm_up_and_outliers_and_says_so() -> None:
+    run = measured(30.0, 2.0, 2.0, *[1.0, 1.1, 0.9] * 3, 9.0, 1.0)
+    assert run.measured is not None
+    assert run.measured.seconds == pytest.approx(1.0) and run.measured.iterations == 10
+    assert run.measured.left_out == (
+        "iterations up to 3 as warm-up",
+        "1 slow intervals (iteration 13), 8.0 s above the median in all",
+    )
+    assert run.measured.nbytes == 2**31
+
+
+def test_a_log_of_few_iterations_still_has_a_step() -> None:
+    only, few = measured(2.5).measured, measured(9.0, 2.0).measured
+    assert only is not None and only.seconds == pytest.approx(2.5) and only.left_out == ()
+    assert few is not None and few.seconds == pytest.approx(2.0)
+    assert measured().measured is None
+
+
+def test_lines_that_are_not_understood_are_never_shown() -> None:
+    run = measured(1.0, 1.0)
+    assert SECRET not in repr(run)
+
+
+def test_the_vocabulary_is_the_one_that_the_log_reports() -> None:
+    a, world = arguments_of("gpt2")
+    without = a.without(["--vocab-size", "--tokenizer-type"])
+    with pytest.raises(UserError, match="the vocabulary is not stated"):
+        read_log(log_of(without, world), "run.log", None, Hints())
+    text = log_of(without, world) + "\n > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
+    run = read_log(text, "run.log", None, Hints())
+    assert next(fact.value for fact in run.stated if fact.name == "vocabulary") == "50257"
+
+
+def test_a_log_says_how_many_devices_there_are() -> None:
+    a, world = arguments_of("gpt2")
+    text = log_of(a, world)
+    assert read_log(text, "run.log", None, Hints()).devices.count == world
+    with pytest.raises(UserError, match="give the number of GPUs"):
+        read_log(text.replace("world_size", "whirled_size"), "run.log", None, Hints())
