@@ -1,0 +1,107 @@
+"""Settings as words of Megatron-LM's command line; each word has the line of its setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from attrs import evolve, field, frozen
+
+from megaloom.planner.runs.settings.tree import Setting, Tree, items_of_list
+from megaloom.planner.runs.words import Command, Origin, Script, Unknown, Word
+
+_SWITCHED_OFF = {
+    "add_bias_linear": "disable-bias-linear",
+    "add_position_embedding": "no-position-embedding",
+    "apply_rope_fusion": "no-rope-fusion",
+    "async_tensor_model_parallel_allreduce": "no-async-tensor-model-parallel-allreduce",
+    "barrier_with_L1_time": "no-barrier-with-level-1-timing",
+    "bias_dropout_fusion": "no-bias-dropout-fusion",
+    "bias_gelu_fusion": "no-bias-gelu-fusion",
+    "bias_swiglu_fusion": "no-bias-swiglu-fusion",
+    "check_for_nan_in_loss_and_grad": "no-check-for-nan-in-loss-and-grad",
+    "clone_scatter_output_in_embedding": "no-clone-scatter-output-in-embedding",
+    "create_attention_mask_in_dataloader": "no-create-attention-mask-in-dataloader",
+    "gradient_accumulation_fusion": "no-gradient-accumulation-fusion",
+    "log_learning_rate_to_tensorboard": "no-log-learning-rate-to-tensorboard",
+    "log_loss_scale_to_tensorboard": "no-log-loss-scale-to-tensorboard",
+    "masked_softmax_fusion": "no-masked-softmax-fusion",
+    "mmap_bin_files": "no-mmap-bin-files",
+    "overlap_p2p_comm": "no-overlap-p2p-communication",
+    "perform_initialization": "no-initialization",
+    "tp_comm_bulk_dgrad": "disable-tp-comm-bulk-dgrad",
+    "tp_comm_bulk_wgrad": "disable-tp-comm-bulk-wgrad",
+    "tp_comm_overlap_ag": "disable-tp-comm-overlap-ag",
+    "tp_comm_overlap_rs": "disable-tp-comm-overlap-rs",
+    "tp_comm_split_ag": "disable-tp-comm-split-ag",
+    "tp_comm_split_rs": "disable-tp-comm-split-rs",
+    "use_tokenizer_model_from_checkpoint_args": "no-use-tokenizer-model-from-checkpoint-args",
+}
+"""Destinations that are true unless the flag beside them is given."""
+_NAMED_OTHERWISE = {"fp8": "fp8-format", "fp4": "fp4-format", "layernorm_epsilon": "norm-epsilon"}
+"""Destinations whose flag has another name."""
+
+
+_SWITCHES = frozenset({"sequence_parallel", "bf16", "fp16", "swiglu"})
+"""Switches for which people write 0 and 1."""
+
+
+def flag_words(key: str, value: Tree | None) -> Iterator[Word]:
+    """Yield the flag of a setting and its value; nothing for null, and for a switch that is not set."""
+    flag = "--" + _NAMED_OTHERWISE.get(key, key).replace("_", "-")
+    if not isinstance(value, Setting):
+        items = items_of_list(value)
+        if items:
+            yield Word(flag, items[0].word.origin)
+            yield from (i.word for i in items)
+        return
+    origin = value.word.origin
+    if value.kind == "null":
+        return
+    if value.kind == "boolean" or (key in _SWITCHES and value.text in ("0", "1")):
+        if key in _SWITCHED_OFF:
+            if not value.is_true:
+                yield Word(f"--{_SWITCHED_OFF[key]}", origin)
+        elif value.is_true:
+            yield Word(flag, origin)
+        return
+    yield Word(flag, origin)
+    yield value.word
+
+
+def switch_words(flag: str, value: Setting | None) -> Iterator[Word]:
+    """Yield a flag without a value, on the line of a setting."""
+    if value is not None:
+        yield Word(flag, value.word.origin)
+
+
+def renamed(flag: str, value: Setting | None, text: str | None = None) -> Iterator[Word]:
+    """Yield a flag with the value of a setting, or with another text on its line."""
+    if value is not None and value.kind != "null":
+        yield Word(flag, value.word.origin)
+        yield value.word if text is None else evolve(value.word, text=text)
+
+
+@frozen(kw_only=True)
+class SettingsRun:
+    """The run that a settings file describes, as a command line, with what is not known of it."""
+
+    framework: str
+    words: tuple[Word, ...]
+    nodes: Word | None = None
+    per_node: Word | None = None
+    environment: Mapping[str, Word] = field(factory=dict, hash=False)
+    model: Word | None = None  # a Hugging Face name or path that stands for the model
+    program: str = "pretrain_gpt.py"
+    unknown: tuple[Unknown, ...] = ()
+    assumed: tuple[Unknown, ...] = ()
+
+    def script(self, path: str) -> Script:
+        """Return the run as the one command of a script: `torchrun … PROGRAM FLAGS`."""
+        start = Origin(path, 1)
+        launcher = [Word("torchrun", start)]
+        for flag, word in (("--nnodes", self.nodes), ("--nproc_per_node", self.per_node)):
+            if word is not None and not word.unknown:
+                launcher += [Word(flag, word.origin), word]
+        words = (*launcher, Word(self.program, start), *self.words)
+        lacking = tuple(dict.fromkeys(u for w in words for u in w.unknown))
+        return Script((Command(words, self.environment, lacking),), {}, self.unknown, self.assumed)

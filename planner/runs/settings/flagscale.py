@@ -1,0 +1,45 @@
+"""FlagScale: an experiment with a `train` group, whose leaves are flags of Megatron-LM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words
+from megaloom.planner.runs.settings.interpolation import Interpolation
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, leaves, setting_at
+from megaloom.planner.runs.words import Word
+
+_GROUPS = ("system", "model", "data")
+
+
+def is_flagscale(tree: Tree | None) -> bool:
+    """Return True for an experiment with a group `train`, and for a file of such a group."""
+    inner = found(tree, "train")
+    group = inner if isinstance(inner, Mapping) and found(inner, "model") is not None else tree
+    return isinstance(found(group, "system"), Mapping) and isinstance(found(group, "model"), Mapping)
+
+
+def flagscale_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
+    """Return the run of a FlagScale experiment."""
+    inserted = Interpolation(tree, environment)
+    resolved = inserted.resolved(tree)
+    train = found(resolved, "train")
+    group = train if isinstance(train, Mapping) else resolved
+    nodes = setting_at(resolved, "experiment.runner.nnodes")
+    per_node = setting_at(resolved, "experiment.runner.nproc_per_node")
+    variables = {n: v.word for n, v in leaves(found(resolved, "experiment.envs")) if isinstance(v, Setting)}
+    return SettingsRun(
+        framework="FlagScale",
+        words=tuple(_words(group)),
+        nodes=nodes.word if nodes else None,
+        per_node=per_node.word if per_node else None,
+        environment=variables,
+        assumed=tuple(inserted.assumed),
+    )
+
+
+def _words(group: Tree | None) -> Iterator[Word]:
+    for name in _GROUPS:
+        for path, value in leaves(found(group, name)):
+            key = path.rpartition(".")[2]
+            yield from flag_words(key, value)

@@ -1,0 +1,190 @@
+"""NeMo 1: `trainer` and `model` with names of its own for many of Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
+from megaloom.planner.runs.settings.interpolation import Interpolation
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, setting_at
+from megaloom.planner.runs.words import Unknown, Word
+
+_RENAMED = {
+    "encoder_seq_length": "seq-length",
+    "layernorm_epsilon": "norm-epsilon",
+    "rotary_percentage": "rotary-percent",
+    "num_moe_experts": "num-experts",
+    "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
+    "activations_checkpoint_granularity": "recompute-granularity",
+    "activations_checkpoint_method": "recompute-method",
+    "activations_checkpoint_num_layers": "recompute-num-layers",
+    "ub_tp_comm_overlap": "tp-comm-overlap",
+    "bias_dropout_add_fusion": "bias_dropout_fusion",
+    "sync_batch_comm": "",
+    "batch_p2p_comm": "",
+}
+"""Names of NeMo and of Megatron-LM; an empty one has no flag, and changes neither time nor memory of a step."""
+_READ_BELOW = frozenset(
+    {
+        "normalization",
+        "bias",
+        "activation",
+        "share_embeddings_and_output_weights",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_hybrid",
+        "num_query_groups",
+        "fsdp",
+        "bias_activation_fusion",
+        "tokenizer",
+        "optim",
+        "data",
+        "nsys_profile",
+        "rampup_batch_size",
+        "moe_grouped_gemm",
+    }
+)
+_HARMLESS = frozenset(
+    {
+        "mcore_gpt",
+        "seed",
+        "resume_from_checkpoint",
+        "use_cpu_initialization",
+        "onnx_safe",
+        "apex_transformer_log_level",
+        "pre_process",
+        "post_process",
+        "persist_layer_norm",
+        "headscale",
+        "transformer_block_type",
+        "openai_gelu",
+        "normalize_attention_scores",
+        "attention_type",
+        "scale_positional_embedding",
+        "native_amp_init_scale",
+        "native_amp_growth_interval",
+        "hysteresis",
+        "megatron_amp_O2",
+        "grad_allreduce_chunk_size_mb",
+        "grad_div_ar_fusion",
+        "gradient_as_bucket_view",
+        "transformer_engine",
+        "use_scaled_init_method",
+        "ffn_dropout",
+        "do_layer_norm_weight_decay",
+        "use_flash_attention",
+        "gc_interval",
+        "sharp",
+        "fp8_margin",
+        "fp8_interval",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "fp8_wgrad",
+        "fp8_params",
+        "reduce_amax",
+        "deterministic_mode",
+        "fsdp_sharding_strategy",
+        "fsdp_grad_reduce_dtype",
+        "fsdp_sharded_checkpoint",
+        "name",
+        "restore_from_path",
+        "use_te_rng_tracker",
+        "dist_ckpt_format",
+        "ub_tp_comm_overlap_cfg",
+        "sync_batch_comm",
+        "num_micro_batches_with_partial_activation_checkpoints",
+        "activations_checkpoint_layers_per_pipeline",
+    }
+)
+"""Keys that change neither the sizes of a model nor its layout, and hardly time or memory."""
+_DISTRIBUTED = frozenset({"mcore_distributed_optim", "distributed_fused_adam"})
+_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
+
+
+def is_nemo(tree: Tree | None) -> bool:
+    """Return True for settings of NeMo 1: a trainer with devices, and a model with parallel sizes."""
+    return found(tree, "trainer.devices") is not None and found(tree, "model.tensor_model_parallel_size") is not None
+
+
+def nemo_run(tree: Tree, environment: Mapping[str, str], missing: tuple[Unknown, ...]) -> SettingsRun:
+    """Return the run of a NeMo file."""
+    inserted = Interpolation(tree, environment, ("training", "fine_tuning", "peft"))
+    resolved = inserted.resolved(tree)
+    nodes, per_node = setting_at(resolved, "trainer.num_nodes"), setting_at(resolved, "trainer.devices")
+    model = found(resolved, "model")
+    words = (*_model_words(model), *_precision(resolved), *_optimizer(found(model, "optim")), *_tokenizer(model))
+    return SettingsRun(
+        framework="NeMo 1",
+        words=words,
+        nodes=nodes.word if nodes else None,
+        per_node=per_node.word if per_node else None,
+        unknown=missing,
+        assumed=tuple(inserted.assumed),
+    )
+
+
+def _model_words(model: Tree | None) -> Iterator[Word]:
+    for key, value in model.items() if isinstance(model, Mapping) else ():
+        if key in _READ_BELOW or key in _HARMLESS or _RENAMED.get(key) == "":
+            continue
+        if key == "virtual_pipeline_model_parallel_size" and isinstance(value, Setting) and value.text == "1":
+            continue
+        yield from flag_words(_RENAMED.get(key, key), value)
+    groups = setting_at(model, "num_query_groups")
+    yield from switch_words("--group-query-attention", groups)
+    yield from renamed("--num-query-groups", groups)
+    norm = setting_at(model, "normalization")
+    yield from renamed("--normalization", norm, _NORMS.get(norm.text, norm.text) if norm else None)
+    yield from switch_words("--apply-layernorm-1p", norm if norm and norm.text == "layernorm1p" else None)
+    for path, flag in (
+        ("bias", "--disable-bias-linear"),
+        ("share_embeddings_and_output_weights", "--untie-embeddings-and-output-weights"),
+    ):
+        given = setting_at(model, path)
+        yield from switch_words(flag, given if given and not given.is_true else None)
+    yield from _activation(setting_at(model, "activation"))
+    fsdp = setting_at(model, "fsdp")
+    yield from switch_words("--use-torch-fsdp2", fsdp if fsdp and fsdp.is_true else None)
+    ramp = items_of_list(found(model, "rampup_batch_size"))
+    if ramp:
+        yield Word("--rampup-batch-size", ramp[0].word.origin)
+        yield from (r.word for r in ramp)
+
+
+def _activation(value: Setting | None) -> Iterator[Word]:
+    if value is None or value.text == "gelu":
+        return
+    flags = {"swiglu": "--swiglu", "fast-swiglu": "--swiglu", "squared-relu": "--squared-relu"}
+    yield Word(flags.get(value.text, f"--{value.text}"), value.word.origin)
+
+
+def _precision(tree: Tree | None) -> Iterator[Word]:
+    precision = setting_at(tree, "trainer.precision")
+    names = {"bf16": "--bf16", "bf16-mixed": "--bf16", "16": "--fp16", "16-mixed": "--fp16", "32": ""}
+    if precision and (flag := names.get(precision.text, f"--precision-{precision.text}")):
+        yield Word(flag, precision.word.origin)
+    fp8 = setting_at(tree, "model.fp8")
+    if fp8 and fp8.is_true:
+        e4m3 = setting_at(tree, "model.fp8_e4m3")
+        yield from renamed("--fp8-format", fp8, "e4m3" if e4m3 and e4m3.is_true else "hybrid")
+
+
+def _optimizer(optim: Tree | None) -> Iterator[Word]:
+    name = setting_at(optim, "name")
+    yield from switch_words("--use-distributed-optimizer", name if name and name.text in _DISTRIBUTED else None)
+    for key, flag in (("overlap_grad_sync", "--overlap-grad-reduce"), ("overlap_param_sync", "--overlap-param-gather")):
+        value = setting_at(optim, key)
+        yield from switch_words(flag, value if value and value.is_true else None)
+    dtype = setting_at(optim, "grad_sync_dtype")
+    yield from switch_words("--grad-reduce-in-bf16", dtype if dtype and dtype.text == "bf16" else None)
+
+
+def _tokenizer(model: Tree | None) -> Iterator[Word]:
+    library, kind = setting_at(model, "tokenizer.library"), setting_at(model, "tokenizer.type")
+    if library and library.text == "huggingface":
+        yield from renamed("--tokenizer-type", library, "HuggingFaceTokenizer")
+        yield from renamed("--tokenizer-model", kind)
+    elif kind:
+        yield from renamed("--tokenizer-type", kind)
+        for key in ("vocab_file", "merge_file"):
+            yield from flag_words(key, found(model, f"tokenizer.{key}"))

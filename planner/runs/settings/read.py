@@ -1,0 +1,79 @@
+"""Reading of settings files: the format is recognised from the content; another one is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.runs.settings.bridge import bridge_run, is_bridge
+from megaloom.planner.runs.settings.flag_words import SettingsRun
+from megaloom.planner.runs.settings.flagscale import flagscale_run, is_flagscale
+from megaloom.planner.runs.settings.nemo import is_nemo, nemo_run
+from megaloom.planner.runs.settings.nemo_rl import is_nemo_rl, nemo_rl_run
+from megaloom.planner.runs.settings.overrides import override_tree
+from megaloom.planner.runs.settings.parents import ParentFiles
+from megaloom.planner.runs.settings.primus import is_primus, primus_run
+from megaloom.planner.runs.settings.toml_tree import toml_tree
+from megaloom.planner.runs.settings.torchtitan import is_torchtitan, torchtitan_run
+from megaloom.planner.runs.settings.tree import Tree, found, overlaid
+from megaloom.planner.runs.settings.verl import is_verl, verl_run
+from megaloom.planner.runs.words import Command, Word
+
+_READ = "NeMo 1, NeMo-RL, Primus, FlagScale, verl, Megatron-Bridge (YAML) and torchtitan (TOML)"
+_OTHERS = {
+    "compute_environment": "a file of Accelerate",
+    "zero_optimization": "a file of DeepSpeed",
+    "model_name_or_path": "a file of LLaMA-Factory or TRL",
+    "base_model": "a file of Axolotl",
+    "recipe": "a file of Automodel or torchtune",
+    "pipe_parallel_size": "a file of GPT-NeoX",
+    "fsdp_config": "a file of llm-foundry",
+    "parallelism": "a file of nanotron",
+    "language_model": "a file for `--yaml-cfg` of Megatron-LM",
+}
+"""Formats that are not read, by a key that they have."""
+
+
+def settings_text(
+    text: str,
+    path: str,
+    environment: Mapping[str, str],
+    overrides: Sequence[Word] = (),
+    is_flag: Callable[[str], bool] = lambda _: True,
+) -> SettingsRun:
+    """Return the run of a settings file's text.
+
+    `overrides` are words KEY=VALUE that count more than the file. `is_flag` says of a word such as `--num-layers`
+    whether Megatron-LM has this flag; keys of a framework's own parent files that are none are left out.
+    """
+    if Path(path).suffix == ".toml":
+        tree: Tree | None = overlaid(toml_tree(text, path), override_tree(overrides))
+        if not is_torchtitan(tree) or tree is None:
+            raise UserError(f"{path} is TOML, but not of torchtitan\nread are {_READ}")
+        return torchtitan_run(tree)
+    parents = ParentFiles(Path(path).parent)
+    tree = overlaid(parents.composed(text, path), override_tree(overrides) if overrides else None)
+    missing = tuple(parents.missing)
+    if tree is None or not isinstance(tree, Mapping):
+        raise UserError(f"{path} has no settings\nread are {_READ}")
+    if is_primus(tree):
+        return primus_run(tree, path, environment, is_flag)
+    if is_nemo_rl(tree):
+        return nemo_rl_run(tree, path, environment, missing)
+    if is_verl(tree):
+        return verl_run(tree, environment)
+    if is_nemo(tree):
+        return nemo_run(tree, environment, missing)
+    if is_flagscale(tree):
+        return flagscale_run(tree, environment)
+    other = next((name for key, name in _OTHERS.items() if found(tree, key) is not None), None)
+    if other is None and is_bridge(tree):
+        return bridge_run(tree, environment)
+    raise UserError(f"{path} is {other or 'YAML of a format that is not known'}\nread are {_READ}")
+
+
+def settings_command(command: Command, environment: Mapping[str, str]) -> SettingsRun | None:
+    """Return the run of a command whose words are settings KEY=VALUE, as those of verl; None for another command."""
+    tree = override_tree(command.words)
+    return verl_run(tree, environment) if is_verl(tree) else None
