@@ -12,17 +12,16 @@ from megaloom.dsl.errors import UserError
 
 from .launch import Launch, launched_devices, training_commands
 from .megatron.log import is_log, read_log
-from .megatron.parser import parse_words
+from .megatron.parser import parse_words, table
 from .megatron.read import ArgumentSource, Hints, read_run
 from .run import Devices, TrainingRun
+from .settings import SettingsRun, settings_command, settings_text
 from .shell.read import script_of_text
-from .words import Script
+from .words import Origin, Script, Word
 
 LOG_BYTES = 2**28  # of a log; more than any that was seen
+SETTINGS = frozenset({".yaml", ".yml", ".toml"})
 NOT_READ = {
-    ".yaml": "a YAML file",
-    ".yml": "a YAML file",
-    ".toml": "a TOML file",
     ".py": "a Python file",
     ".json": "a JSON file",
     ".ipynb": "a notebook",
@@ -49,6 +48,10 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
     """Return the run of a file's text; its path is used in origins, and to find the files beside it."""
     if is_log(text):
         return read_log(text, path, given.devices, given.hints)
+    if Path(path).suffix.lower() in SETTINGS:
+        overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
+        settings = settings_text(text, path, given.environment, overrides, lambda flag: flag in table())
+        return _of_settings(settings, path, given)
     if kind := NOT_READ.get(Path(path).suffix.lower()):
         raise UserError(
             f"{path} is {kind}, which is not read\n"
@@ -68,10 +71,23 @@ def file_text(path: str) -> str:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
+def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> TrainingRun:
+    """Return the run of a settings file, or of settings on a command line."""
+    if settings.framework == "torchtitan":
+        raise UserError(f"{path} is a file of torchtitan, whose runs are not read yet")
+    if settings.model and not any(word.text == "--num-layers" for word in settings.words):
+        model = settings.model
+        raise UserError(f"{model.origin}: {settings.framework} trains {model.text}, of which the file has no sizes")
+    return _of_script(settings.script(path), path, given)
+
+
 def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
     """Return the run of the first training command of a script."""
     launches = list(training_commands(script))
     if not launches:
+        for command in script.commands:
+            if settings := settings_command(command, given.environment):
+                return _of_settings(settings, path, given)
         missing = ", ".join(sorted({f"{one.kind} {one.name}" for one in script.unknown}))
         hint = f"\nnot known: {missing}" if missing else ""
         raise UserError(f"{path} starts no training of Megatron-LM that could be found{hint}")

@@ -37,7 +37,7 @@ def _lines(text: str) -> dict[str, int]:
 
 
 def _tree(data: object, path: str, lines: dict[str, int], origin: Origin) -> Tree:
-    origin = Origin(origin.path, lines.get(path, origin.line))
+    origin = Origin(origin.path, lines.get(path, origin.line_number))
     if isinstance(data, dict):
         return {key: _tree(value, f"{path}.{key}" if path else key, lines, origin) for key, value in data.items()}
     if isinstance(data, list):

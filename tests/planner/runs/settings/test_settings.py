@@ -28,7 +28,7 @@ def flags(run: SettingsRun) -> dict[str, str]:
 def line(run: SettingsRun, flag: str) -> int:
     """Return the line of a flag's value."""
     at = next(n for n, w in enumerate(run.words) if w.text == f"--{flag}")
-    return run.words[at + 1].origin.line
+    return run.words[at + 1].origin.line_number
 
 
 NEMO = """
