@@ -123,6 +123,8 @@ def broken_rules(run: TrainingRun, g: Graph, cluster: Cluster) -> tuple[Violatio
 
 def with_stages(g: Graph, stages: tuple[int, ...]) -> Graph:
     """Return the graph with the starts of these stages as its only cut points."""
+    if len(stages) == 1:
+        return with_cut_points_of(g, RUNTIME)
     return RestrictedGraph(g.name, g.nodes, g.outputs, frozenset(stages[1:]))
 
 

@@ -25,6 +25,14 @@ class Stated:
 
 
 @frozen
+class Note:
+    """A fact of a run that the prediction leaves out, or a name that misleads, with the line."""
+
+    text: str
+    origin: Origin | None = None
+
+
+@frozen
 class Devices:
     """Number of devices of a run, and of the processes on each machine; None if that is not stated."""
 
@@ -86,7 +94,7 @@ class TrainingRun:
     stages: tuple[int, ...]
     devices: Devices
     stated: tuple[Stated, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     assumed: tuple[str, ...] = ()
     measured: Measured | None = None
     edits: Edits | None = None

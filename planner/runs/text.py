@@ -16,6 +16,7 @@ from megaloom.planner.search.reasons import format_nbytes, format_seconds, peak_
 
 from .opinion import Opinion
 from .run import Edit, Stated, TrainingRun
+from .words import Origin
 
 SCREEN_WIDTH = 110
 CLOSE = 0.01  # share of the step below which a run's layout is called as fast as the best
@@ -32,7 +33,7 @@ def opinion_text(opinion: Opinion) -> str:
 
 def _head(opinion: Opinion) -> str:
     run = opinion.run
-    return f"{printable(run.path)}: {run.program} {run.version} on {opinion.cluster}\n"
+    return f"{printable(run.path)}: {f'{run.program} {run.version}'.strip()} on {opinion.cluster}\n"
 
 
 def _read(run: TrainingRun) -> Iterator[str]:
@@ -46,10 +47,13 @@ def _read(run: TrainingRun) -> Iterator[str]:
 
 
 def _fact(fact: Stated, path: str) -> str:
-    if fact.origin is None:
-        return f"{fact.name} {fact.value}"
-    where = str(fact.origin.line_number) if fact.origin.path == path else str(fact.origin)
-    return f"{fact.name} {fact.value} [{where}]"
+    return f"{fact.name} {fact.value}{_where(fact.origin, path)}"
+
+
+def _where(origin: Origin | None, path: str) -> str:
+    if origin is None:
+        return ""
+    return f" [{origin.line_number if origin.path == path else origin}]"
 
 
 def _row(name: str, text: str) -> str:
@@ -64,7 +68,8 @@ def _row(name: str, text: str) -> str:
 
 
 def _assumed(run: TrainingRun) -> Iterator[str]:
-    for name, texts in (("assumed", run.assumed), ("left out", run.notes)):
+    left_out = [note.text + _where(note.origin, run.path) for note in run.notes]
+    for name, texts in (("assumed", run.assumed), ("left out", left_out)):
         for text in texts:
             yield _row(name, printable(text))
             name = ""

@@ -67,7 +67,7 @@ def _read(run: TrainingRun) -> dict[str, Any]:
             for fact in run.stated
         ],
         "assumed": list(run.assumed),
-        "left_out": list(run.notes),
+        "left_out": [note.text for note in run.notes],
         "measured": None if run.measured is None else _measured(run.measured),
     }
 

@@ -97,6 +97,8 @@ def _touched(run: TrainingRun, plan: Plan) -> Iterable[str]:
     fields = [name for name in ARGUMENTS_OF if getattr(x, name) != getattr(run.layout, name)]
     if tuple(stage.start for stage in plan.stages) != run.stages:
         fields.append("vpp")
+    if run.layout.dp * run.layout.cp == 1 < x.dp * x.cp:  # overlaps had no meaning before
+        fields.append("overlaps")
     if "tp" in fields and _expert_axes(x, run.layout):
         fields.append("etp")
     return dict.fromkeys(dest for name in fields for dest in ARGUMENTS_OF[name])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .flag import Flag, switch_flag, value_flag
 
+POSITIONS = "learned_absolute rope mrope relative none alibi absolute rotary"  # the last three of older programs
 MODEL_FLAGS = (
     value_flag("num-layers", int),
     value_flag("encoder-num-layers", int),
@@ -17,7 +18,12 @@ MODEL_FLAGS = (
     switch_flag("group-query-attention"),
     value_flag("num-query-groups", int, 1),
     value_flag("max-position-embeddings", int),
-    value_flag("position-embedding-type", str, "learned_absolute", choices="learned_absolute rope mrope relative none"),
+    value_flag(
+        "position-embedding-type",
+        str,
+        "learned_absolute",
+        choices=POSITIONS,
+    ),
     switch_flag("use-rotary-position-embeddings"),
     switch_flag("no-position-embedding", dest="add_position_embedding", sets=False),
     value_flag("rotary-base", int, 10000),

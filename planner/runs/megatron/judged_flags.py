@@ -118,7 +118,6 @@ activation-func-clamp-value ; 1 ; None ; the activation is clamped
 """
 REFUSED = """
 optimizer ; 1 ; adam ; only Adam is modelled, with its two moments
-checkpoint-activations ; 0 ; - ; Megatron-LM has dropped it: use --recompute-granularity
 batch-size ; 1 ; None ; Megatron-LM has dropped it: use --micro-batch-size
 model-parallel-size ; 1 ; None ; Megatron-LM has dropped it: use --tensor-model-parallel-size
 warmup ; 1 ; None ; Megatron-LM has dropped it: use --lr-warmup-fraction

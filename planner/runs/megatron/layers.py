@@ -42,7 +42,8 @@ def position_embedding(a: Arguments) -> str:
     """Return the kind of positions, with the older flags that Megatron-LM still takes."""
     if a["use_rotary_position_embeddings"]:
         return "rope"
-    kind: str = a["position_embedding_type"]
+    older = {"absolute": "learned_absolute", "rotary": "rope"}
+    kind: str = older.get(a["position_embedding_type"], a["position_embedding_type"])
     return "none" if kind == "learned_absolute" and not a["add_position_embedding"] else kind
 
 
@@ -66,6 +67,7 @@ def attention(a: Arguments, layer: int = 0) -> Attention | MLA:
         qkv_bias=a["add_qkv_bias"] and not bias,
         dropout=a["attention_dropout"],
         window=None if _skips(a, "window_attn_skip_freq", layer) else _window(a),
+        alibi=position_embedding(a) == "alibi",
         sink=a["softmax_type"] == "learnable",
         qk_norm=evolve(norm(a), over="head_dim") if a["qk_layernorm"] else None,
     )
@@ -157,10 +159,15 @@ def hidden_channels(a: Arguments) -> int:
     return int((4 * embed * 2 / 3) / 64) * 64 if a["swiglu"] else 4 * embed
 
 
+def has_experts(a: Arguments) -> bool:
+    """Return whether the model has experts. Megatron-DeepSpeed calls one expert what is a dense model."""
+    return bool(a["num_experts"]) and not (a["deepspeed"] and a["num_experts"] == 1)
+
+
 def experts(a: Arguments) -> MoE | None:
     """Return the feed-forward of the layers with experts; None for a dense model."""
     count = a["num_experts"]
-    if not count:
+    if not has_experts(a):
         return None
     shared, top = a["moe_shared_expert_intermediate_size"], a["moe_router_topk"]
     softmax, groups = a["moe_router_score_function"] == "softmax", a["moe_router_num_groups"] or 1
@@ -199,7 +206,7 @@ def _balancing(a: Arguments) -> tuple[float, str]:
 def layer_kinds(a: Arguments) -> list[bool]:
     """Return for each layer whether it has experts."""
     layers = a["num_layers"]
-    if not a["num_experts"]:
+    if not has_experts(a):
         return [False] * layers
     pattern = frequency(a, "moe_layer_freq")
     if isinstance(pattern, int):

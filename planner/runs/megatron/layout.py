@@ -18,6 +18,7 @@ from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.export.megatron_fsdp import STRATEGIES
 from megaloom.planner.export.megatron_lm import OVERLAP_OPTIONS
 
+from .layers import has_experts
 from .parser import Arguments
 from .refusal import refuse_run
 from .stages import chunks
@@ -37,7 +38,7 @@ def read_layout(a: Arguments, world: int) -> Layout:
         if degree < 1:
             refuse_run(a, f"a degree must be at least 1, got {degree}", dest)
     dp = max(1, world // (tp * pp * cp))
-    shard, moe = _shard(a), bool(a["num_experts"])
+    shard, moe = _shard(a), has_experts(a)
     recompute, modules, layers = _recompute(a)
     return Layout(
         dp=dp,
@@ -55,7 +56,7 @@ def read_layout(a: Arguments, world: int) -> Layout:
         recompute_layers=layers,
         microbatch_group=_group(a, pp),
         overlaps=_overlaps(a, shard, several=dp * cp > 1),
-        vocab_multiple=1 if a["padded_vocab_size"] else a["make_vocab_size_divisible_by"],
+        vocab_multiple=1 if a["padded_vocab_size"] or a["pad_vocab_size_to"] else a["make_vocab_size_divisible_by"],
         grad_reduce=_grad_reduce(a),
         replicas=a["num_distributed_optimizer_instances"] if shard in STRATEGIES else 1,
     )
@@ -64,6 +65,8 @@ def read_layout(a: Arguments, world: int) -> Layout:
 def _shard(a: Arguments) -> Shard:
     if a["use_megatron_fsdp"] or a["use_custom_fsdp"]:
         return STRATEGY_SHARDS[a["data_parallel_sharding_strategy"]]
+    if a["deepspeed"]:
+        return _zero(a)
     if not a["use_distributed_optimizer"]:
         return Shard.NONE
     if a["num_distributed_optimizer_instances"] > 1:
@@ -72,9 +75,23 @@ def _shard(a: Arguments) -> Shard:
     return Shard.OPTIMIZER
 
 
+def _zero(a: Arguments) -> Shard:
+    """Return what DeepSpeed shards. Its optimizer for bf16, which needs stage 0, shards its state as stage 1 does."""
+    stage = a["zero_stage"]
+    if stage is None:
+        refuse_run(a, "the ZeRO stage stands in a file of DeepSpeed: give it as --zero-stage", "deepspeed")
+    if stage == 0 and a["bf16"]:
+        return Shard.OPTIMIZER
+    if stage not in (0, 1, 2, 3):
+        refuse_run(a, f"ZeRO has the stages 0 to 3, got {stage}", "zero_stage")
+    return Shard(stage)
+
+
 def _recompute(a: Arguments) -> tuple[Recompute, ModuleSet, int]:
     """Return the mode, the modules of selective recompute, and the first layers of each stage that full recomputes."""
     mode = "selective" if a["recompute_activations"] or a["moe_layer_recompute"] else a["recompute_granularity"]
+    if a["checkpoint_activations"]:
+        return Recompute.FULL, ModuleSet(), 0
     if mode is None:
         return Recompute.NONE, ModuleSet(), 0
     if mode == "full":
@@ -104,12 +121,10 @@ def _group(a: Arguments, pp: int) -> int:
 
 
 def _grad_reduce(a: Arguments) -> GradReduce:
-    """Return the format of gradients: under bf16 fp32 unless asked otherwise, under fp16 fp16 unless asked."""
+    """Return the format of gradients: under bf16 fp32 unless asked otherwise. See `read.notes` for fp16."""
     if a["bf16"]:
         narrow = a["grad_reduce_in_bf16"] or a["main_grads_dtype"] == "bf16"
         return GradReduce.BF16 if narrow else GradReduce.FP32
-    if a["fp16"] and not a["accumulate_allreduce_grads_in_fp32"]:
-        return GradReduce.BF16  # as wide as fp16
     return GradReduce.FP32
 
 

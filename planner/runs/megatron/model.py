@@ -41,9 +41,10 @@ def build_model(a: Arguments, vocab: int, name: str = "run") -> Model:
     normed, drop = norm(a), _dropout(a)
     tokens = ids()
     x = tokens >> Embed(wte)
+    x = x >> normed if a["embed_layernorm"] else x
     if (kind := position_embedding(a)) == "learned_absolute":
         x = x >> Positions(weight("wpe", Dim("position", a["max_position_embeddings"] or a["seq_length"]), d))
-    elif kind not in ("rope", "none"):
+    elif kind not in ("rope", "none", "alibi"):
         refuse_run(a, f"positions of the kind {kind} are not modelled", "position_embedding_type")
     for one in drop:
         x = x >> one

@@ -16,8 +16,12 @@ from megaloom.planner.runs.words import Origin, Unknown, Word
 
 from .field_flags import FIELD_FLAGS
 from .flag import Effect, Flag
+from .fork_flags import DEEPSPEED_FIELDS, FORK_FLAGS
 from .harmless_flags import HARMLESS
 from .judged_flags import JUDGED
+
+# Values that another message asks for where they matter: the vocabulary.
+ASKED_ELSEWHERE = frozenset({"tokenizer_model", "tokenizer_name_or_path", "pp_partition_method"})
 
 
 @frozen
@@ -95,18 +99,18 @@ def is_harmless(one: GivenArgument) -> bool:
 @cache
 def table() -> Mapping[str, Flag]:
     """Return every known flag by each of its spellings, with dashes."""
-    return {name: flag for flag in (*FIELD_FLAGS, *HARMLESS, *JUDGED) for name in flag.names}
+    return {name: flag for flag in (*FORK_FLAGS, *FIELD_FLAGS, *HARMLESS, *JUDGED) for name in flag.names}
 
 
 @cache
 def by_dest() -> Mapping[str, Flag]:
     """Return every known flag by its destination."""
-    return {flag.dest: flag for flag in (*JUDGED, *HARMLESS, *FIELD_FLAGS)}
+    return {flag.dest: flag for flag in (*FORK_FLAGS, *JUDGED, *HARMLESS, *FIELD_FLAGS)}
 
 
 def defaults() -> Mapping[str, object]:
     """Return Megatron-LM's defaults of the arguments that are fields of a run."""
-    return {flag.dest: flag.default for flag in FIELD_FLAGS}
+    return {flag.dest: flag.default for flag in (*FIELD_FLAGS, *DEEPSPEED_FIELDS)}
 
 
 def parse_words(words: Sequence[Word]) -> Arguments:
@@ -199,7 +203,7 @@ def _read(flag: Flag, word: Word, taken: tuple[Word, ...]) -> GivenArgument | Tr
     if (flag.nargs.isdigit() and len(taken) != int(flag.nargs)) or (flag.nargs == "+" and not taken):
         many = {"1": "a value", "+": "at least one value"}.get(flag.nargs, f"{flag.nargs} values")
         return Trouble(f"{flag.name} needs {many}", word.origin, flag.name.removeprefix("--"))
-    matters = flag.effect in (Effect.READ, Effect.REFUSED)
+    matters = flag.effect in (Effect.READ, Effect.REFUSED) and flag.dest not in ASKED_ELSEWHERE
     if matters and (unknown := next((one for one in taken if one.unknown), None)):
         return _asked(f"the value of {flag.name}", unknown, flag.name.removeprefix("--"))
     values = tuple(_typed(flag, one.text) for one in taken)

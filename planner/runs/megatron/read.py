@@ -11,11 +11,11 @@ from attrs import evolve, field, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.runs.run import Devices, Measured, TrainingRun
+from megaloom.planner.runs.run import Devices, Measured, Note, TrainingRun
 
 from .edits import edits
 from .flag import Effect
-from .layers import hidden_channels, position_embedding
+from .layers import has_experts, hidden_channels, position_embedding
 from .layout import read_layout, read_workload
 from .model import REQUIRED, build_model, layer_starts
 from .parser import Arguments, GivenArgument, Trouble
@@ -70,14 +70,14 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
     if len(set(firsts[1:])) < len(firsts) - 1:
         refuse_run(a, "a stage without layers between others is not modelled", "pipeline_model_parallel_layout")
     assumed = list(source.assumed)
-    if not a.complete and not (hints.version or source.version):
+    if not a.complete and not a["deepspeed"] and not (hints.version or source.version):
         assumed.append(f"release {NEWEST} of Megatron-LM, for what the file leaves to defaults (`--version-of`)")
     if origin and origin != "--vocab":
         assumed.append(f"a vocabulary of {vocab:,} tokens: {origin} (`--vocab`)")
     run = TrainingRun(
         path=source.path,
-        program=PROGRAM,
-        version=version,
+        program="Megatron-DeepSpeed" if a["deepspeed"] else PROGRAM,
+        version="" if a["deepspeed"] else version,
         model=model,
         layout=layout,
         workload=workload,
@@ -88,7 +88,7 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
         assumed=tuple(assumed),
         measured=source.measured,
     )
-    return evolve(run, edits=partial(edits, a, run))
+    return run if a["deepspeed"] else evolve(run, edits=partial(edits, a, run))
 
 
 def _with_encoder(a: Arguments) -> Arguments:
@@ -112,11 +112,10 @@ def _refused(one: GivenArgument) -> Trouble:
     return Trouble(f"{name}: {one.flag.why}", one.origin, name.removeprefix("--"))
 
 
-def notes(a: Arguments) -> Iterator[str]:
+def notes(a: Arguments) -> Iterator[Note]:
     """Yield what a prediction leaves out of these arguments, and where names mislead, each with its line."""
     for text, dest in _notes(a):
-        origin = a.origin(dest)
-        yield f"{text} ({origin})" if origin else text
+        yield Note(text, a.origin(dest))
 
 
 def _notes(a: Arguments) -> Iterator[tuple[str, str]]:
@@ -125,7 +124,7 @@ def _notes(a: Arguments) -> Iterator[tuple[str, str]]:
         if not _relevant(a, one.flag.dest):
             continue
         yield f"{one.flag.name} is not in the prediction: {one.flag.why}", one.flag.dest
-    if a["num_experts"]:
+    if has_experts(a):
         yield from _expert_notes(a)
     if a["multi_latent_attention"] and not a["qk_layernorm"]:
         yield "the latent vectors have no norms without --qk-layernorm; the prediction has them", "qk_layernorm"
@@ -133,6 +132,10 @@ def _notes(a: Arguments) -> Iterator[tuple[str, str]]:
         yield "--sequence-parallel has no effect with tp 1", "sequence_parallel"
     if a["bf16"] and (a["fp8"] or a["fp4"]):
         yield f"matrix products are in {'fp8' if a['fp8'] else 'fp4'}; --bf16 is the format of the rest", "bf16"
+    if a["fp16"] and not a["accumulate_allreduce_grads_in_fp32"]:
+        yield "gradients are added up in fp16; the prediction has fp32", "fp16"
+    if a["deepspeed"]:
+        yield "DeepSpeed runs this; the prediction is for Megatron-core with Transformer Engine", "deepspeed"
     if a["rampup_batch_size"]:
         yield "the batch grows; the prediction is for the last one", "rampup_batch_size"
     if a["recompute_method"] == "uniform" and (a["recompute_num_layers"] or 1) > 1:

@@ -13,4 +13,5 @@ if TYPE_CHECKING:
 def refuse_run(a: Arguments, message: str, *dests: str, instead: str = "") -> NoReturn:
     """Raise UserError with the line that states the first of these arguments, if one does."""
     origin = a.origin(*dests)
-    raise UserError(f"{origin}: {message}" if origin else message + (f"\n{instead}" if instead else ""))
+    where = f"{origin}: " if origin else ""
+    raise UserError(f"{where}{message}" + (f"\n{instead}" if instead else ""))

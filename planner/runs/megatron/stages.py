@@ -42,7 +42,16 @@ def chunks(a: Arguments) -> int:
 def _counted(a: Arguments) -> int:
     """Return the layers that are divided: the embedding and the loss count as one each where that is asked."""
     layers: int = a["num_layers"]
-    return layers + bool(a["account_for_embedding_in_pipeline_split"]) + bool(a["account_for_loss_in_pipeline_split"])
+    return layers + sum(_ends(a))
+
+
+def _ends(a: Arguments) -> tuple[int, int]:
+    """Return whether the embedding and the loss count as a layer; DeepSpeed counts both or none."""
+    both = a["deepspeed"] and "embedding" in (a["pp_partition_method"] or "")
+    return (
+        int(both or a["account_for_embedding_in_pipeline_split"]),
+        int(both or a["account_for_loss_in_pipeline_split"]),
+    )
 
 
 def layers_of_stages(a: Arguments) -> tuple[StageCounts, ...]:
@@ -58,8 +67,9 @@ def layers_of_stages(a: Arguments) -> tuple[StageCounts, ...]:
     counts = [ranks[i % pp] // vpp for i in range(pp * vpp)]
     if any(layers % vpp for layers in ranks):
         refuse_run(a, f"the layers of a pipeline rank do not divide into {vpp} chunks", *_CHUNKS)
-    counts[0] -= a["account_for_embedding_in_pipeline_split"]
-    counts[-1] -= a["account_for_loss_in_pipeline_split"]
+    first, last = _ends(a)
+    counts[0] -= first
+    counts[-1] -= last
     return tuple((n, ahead if i == len(counts) - 1 else 0) for i, n in enumerate(counts))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from megaloom.planner.contract.choices import GradReduce
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
+from megaloom.planner.report.tables import active_overlaps
 from megaloom.planner.runs.run import Devices, Stated
 
-from .layers import hidden_channels, layer_kinds, position_embedding
+from .layers import has_experts, hidden_channels, layer_kinds, position_embedding
 from .parser import Arguments
 
 
@@ -44,9 +45,9 @@ def _model(a: Arguments, vocab: int) -> list[Stated]:
             "untied" if a["untie_embeddings_and_output_weights"] else "tied",
             "untie_embeddings_and_output_weights",
         ),
-        row("vocabulary", vocab, "padded_vocab_size", "vocab_size", "tokenizer_type"),
+        row("vocabulary", vocab, "padded_vocab_size", "pad_vocab_size_to", "vocab_size", "tokenizer_type"),
     ]
-    if a["num_experts"]:
+    if has_experts(a):
         sparse = layer_kinds(a)
         out += [
             row("experts", f"{a['num_experts']} in {sum(sparse)} of {len(sparse)} layers", "num_experts"),
@@ -84,17 +85,30 @@ def _layout(a: Arguments, x: Layout, devices: Devices) -> list[Stated]:
         row("dp", x.dp),
         row("sequence parallel", "yes" if x.sequence_parallel else "no", "sequence_parallel"),
         row("micro-batch", x.micro_batch, "micro_batch_size"),
-        row("recompute", x.recompute_text, "recompute_granularity", "recompute_activations", "moe_layer_recompute"),
-        row("shard", x.shard, "data_parallel_sharding_strategy", "use_distributed_optimizer", "use_megatron_fsdp"),
+        row(
+            "recompute",
+            x.recompute_text,
+            "recompute_granularity",
+            "recompute_activations",
+            "moe_layer_recompute",
+            "checkpoint_activations",
+        ),
+        row(
+            "shard",
+            x.shard,
+            "data_parallel_sharding_strategy",
+            "use_distributed_optimizer",
+            "use_megatron_fsdp",
+            "zero_stage",
+        ),
     ]
-    if a["num_experts"]:
+    if has_experts(a):
         out += [
             row("ep", x.ep, "expert_model_parallel_size"),
             row("etp", x.etp, "expert_tensor_parallel_size"),
         ]
-    overlaps = ", ".join(x.overlaps) or "none"
     flags = ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "overlap_moe_expert_parallel_comm")
-    out.append(row("overlap", overlaps, *flags))
+    out.append(row("overlap", active_overlaps(x), *flags))
     if x.grad_reduce is not GradReduce.FP32:
         out.append(row("gradients", "as wide as weights", "grad_reduce_in_bf16", "main_grads_dtype", "fp16"))
     return out

@@ -41,7 +41,7 @@ def vocabulary(a: Arguments, stated: int | None) -> tuple[int, str]:
     """
     if stated is not None:
         return stated, "--vocab"
-    if padded := a["padded_vocab_size"]:
+    if padded := a["padded_vocab_size"] or a["pad_vocab_size_to"]:
         return padded, ""
     kind, size, name = a["tokenizer_type"], a["vocab_size"], a["tokenizer_model"]
     if kind == "GPT2BPETokenizer":

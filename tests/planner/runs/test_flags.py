@@ -126,7 +126,7 @@ def test_flags_that_are_not_modelled_refuse_with_the_reason() -> None:
 
 
 def test_flags_of_little_effect_are_noted() -> None:
-    assert any("--deterministic-mode" in note for note in run_of("--deterministic-mode").notes)
+    assert any("--deterministic-mode" in note.text for note in run_of("--deterministic-mode").notes)
     assert run_of("--attention-backend flash --no-load-optim --log-interval 1").notes == ()
 
 
