@@ -142,7 +142,7 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
         by_part=np.array([node.by_part for node in nodes]),
         saved_under_full=np.array([node.saved_under_full for node in nodes]),
         kept_under_full=np.array([node.kept_under_full for node in nodes]),
-        boundary=precision.nbytes * (crossing @ output_elements(shapes, sizes, split)),
+        boundary=precision.nbytes * (crossing @ np.array(output_elements(shapes, sizes, split), dtype=np.int64)),
         workspace=max(node.workspace for node in nodes),
         library=job.library_nbytes + buffers,
         loss=max((precision.nbytes + copies) * logits, precision.nbytes * (logits + max(weights, default=0))),
