@@ -1,7 +1,8 @@
 """A frozen model beside an engine, under the same device mesh: the reference of DPO, or a teacher.
 
-It has the weights of this rank's shards and nothing else: no gradients, no buffers of DDP, no optimizer. Before a step
-it runs forward over the batch, and what it computes goes with the batch to the step of the user's own.
+It has the weights of this rank's shards and nothing else: no gradients, no buffers of DDP, no optimizer. Under a layout
+that shards weights or gradients it shards its weights, which are gathered unit by unit. Before a step it runs forward
+over the batch, and what it computes goes with the batch to the step of the user's own.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron.process_groups import ProcessGroups
-from megaloom.runtime.megatron.weight_shards import whole_parameter
+from megaloom.runtime.megatron.weight_shards import own_values
 from megaloom.runtime.modules.initial_weights import GivenValues
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import SharedGradients, share_between_chunks
 from megaloom.runtime.ops.dropout_masks import MaskSource
 from megaloom.runtime.optimizer.optimizer import gather_weights
+from megaloom.runtime.optimizer.sharded_chunk import ShardedChunk
 from megaloom.runtime.samples.samples import Sample
 
 from .engine import Engine
@@ -64,32 +66,35 @@ class FrozenModel:
     def build(cls, plan: Plan, model: Model, weights: GivenValues) -> FrozenModel:
         """Return this rank's part of a model with given weights. For its use and its errors see `shard_frozen`."""
         check_trainable(plan, model)
-        return cls._of_part(RankModel.build(plan, model, UNUSED_SEED, weights))
+        part = RankModel.build(plan, model, UNUSED_SEED, weights, sharded=plan.layout.fsdp)
+        chunks = _frozen(part)
+        if plan.layout.fsdp:
+            part.fill_rows()
+        return cls._of(part, chunks)
 
     @classmethod
     def of(cls, engine: Engine) -> FrozenModel:
         """Return a frozen copy of an engine's model with its present weights. Every rank calls it."""
-        part = RankModel.without_values(engine.plan, engine.graph, engine.groups)
+        plan = engine.plan
+        part = RankModel.without_values(plan, engine.graph, engine.groups, on_meta=plan.layout.fsdp)
         share_between_chunks([chunk.shared for chunk in part.chunks])
+        chunks = _frozen(part)
         gather_weights(engine.state.chunks)
         for chunk, trained in zip(part.chunks, engine.model_chunks, strict=True):
             _copy_state(trained, chunk)
-        return cls._of_part(part)
+        return cls._of(part, chunks)
 
     @classmethod
-    def _of_part(cls, part: RankModel) -> FrozenModel:
-        part.return_predictions()
-        for chunk in part.chunks:
-            chunk.requires_grad_(False).eval()
+    def _of(cls, part: RankModel, chunks: list[Any]) -> FrozenModel:
         plan, g, groups = part.plan, part.graph, part.groups
         terms, none = LossTerms.of(g, plan.layout.cp), SharedGradients(())
-        pipeline = PipelineRun(plan, g, groups, part.chunks, terms, none, own_steps=True, reads_more=True)
+        pipeline = PipelineRun(plan, g, groups, chunks, terms, none, own_steps=True, reads_more=True)
         return cls(plan, g, groups, pipeline, SharedBatches(groups, g, plan.workload.seq, more=True))
 
     @property
     def model_chunks(self) -> list[ModelChunk]:
-        """Return this rank's model chunks."""
-        return list(self.pipeline.chunks)
+        """Return this rank's model chunks, without what gathers their weights."""
+        return [chunk.module if isinstance(chunk, ShardedChunk) else chunk for chunk in self.pipeline.chunks]
 
     def extend(self, batch: Mapping[str, Tensor] | None, tensors: NewTensors) -> dict[str, Tensor]:
         """Return the batch of this data-parallel rank with more tensors on the ranks of the last pipeline stage.
@@ -129,11 +134,21 @@ class FrozenModel:
         return named_samples(batch, self.graph, self.plan.workload.seq, more=True)
 
 
+def _frozen(part: RankModel) -> list[Any]:
+    """Return chunks that compute without gradients, and give what losses read; their weights sharded as in training."""
+    part.return_predictions()
+    for chunk in part.chunks:
+        chunk.requires_grad_(False)
+    sharded = part.groups.layout.fsdp
+    chunks = [ShardedChunk(part.config, chunk, part.groups) for chunk in part.chunks] if sharded else part.chunks
+    return [chunk.eval() for chunk in chunks]
+
+
 @torch.no_grad()
 def _copy_state(source: ModelChunk, target: ModelChunk) -> None:
-    """Copy all weights of a model chunk, gathered over data-parallel ranks, to another one. Every rank calls it."""
+    """Copy the weights that this rank has of a model chunk to another one, which is sharded as the first."""
     for x, y in zip(source.parameters(), target.parameters(), strict=True):
-        y.copy_(whole_parameter(x))
+        own_values(y).copy_(own_values(x))
     for x, y in zip(source.buffers(), target.buffers(), strict=True):
         y.copy_(x)
 

@@ -62,7 +62,7 @@ class PipelineRun:
     plan: Plan
     graph: Graph
     groups: ProcessGroups
-    chunks: list[DistributedDataParallel] | list[ModelChunk]  # those of a frozen model have no DDP
+    chunks: list[Any]  # in DDP, sharded, or of a frozen model
     terms: LossTerms
     shared_gradients: SharedGradients
     own_steps: bool = False  # steps of the user's own, which return sums over whole sequences

@@ -55,10 +55,3 @@ def own_rows(x: Whole, p: Tensor) -> Whole:
     """Return those rows of a tensor or view of a parameter's shape which this rank holds of the parameter."""
     shard = row_shard(p)
     return x if shard is None else x.narrow(0, shard.start, shard.stop - shard.start)
-
-
-def whole_parameter(p: Tensor) -> Tensor:
-    """Return the whole parameter, as a plain tensor. All ranks that hold a part of it call this."""
-    sharded: Any = p
-    whole: Tensor = p if row_shard(p) is None else sharded.full_tensor()
-    return whole

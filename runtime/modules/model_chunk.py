@@ -82,6 +82,7 @@ class ModelChunk(MegatronModule):
         self.begin, self.end = begin, end
         self.returns = losses_of(graph)
         self.writes = self.returns if self.post_process else end.names
+        self.returns_predictions = False
         nodes = [n for n in graph.nodes[stage.start : stage.stop] if not n.is_input]
         self.segments = node_segments(nodes, self.writes, context.groups.layout)
         self.selective = SelectiveNodes.of(nodes, context.groups.layout.recomputed_modules)
@@ -123,6 +124,7 @@ class ModelChunk(MegatronModule):
     def return_predictions(self) -> None:
         """Return what the losses read as well, such as logits. They are then held until the backward pass ends."""
         self.returns = tuple(dict.fromkeys((*self.returns, *self.graph.predictions)))
+        self.returns_predictions = True
         if self.post_process:
             self.writes = self.returns
             self.segments = node_segments([it.node for it in self.nodes], self.writes, self.groups.layout)

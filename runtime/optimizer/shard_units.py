@@ -24,6 +24,8 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.weight_shards import RowShard
 from megaloom.runtime.modules.model_chunk import ModelChunk
 
+from .unused_weights import reduce_unused
+
 LOOKUPS = (Embed, Positions)
 
 
@@ -92,6 +94,7 @@ def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) 
     root = ShardedUnits(chunk, segments)
     fully_shard(root, mesh=sharding.dense)
     root.set_reshard_after_backward(sharding.frees)
+    reduce_unused(root)
     for unit in root.sharded_units():
         unit.set_gradient_divide_factor(1.0)  # the loss is a sum over tokens, so gradients are summed
         unit.set_force_sum_reduction_for_comms(True)

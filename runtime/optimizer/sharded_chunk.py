@@ -22,6 +22,7 @@ from megaloom.runtime.megatron.weight_shards import row_shard
 from megaloom.runtime.modules.model_chunk import ModelChunk
 
 from .shard_units import ShardedUnits, shard_units
+from .unused_weights import check_outputs
 
 
 class ShardedChunk(_BaseDataParallel):  # type: ignore[misc]
@@ -45,6 +46,8 @@ class ShardedChunk(_BaseDataParallel):  # type: ignore[misc]
 
     def forward(self, **inputs: Any) -> Tensor | dict[str, Tensor]:
         """Run the model chunk. Without gradients, nothing stays gathered."""
+        if self.module.returns_predictions and self.training:
+            check_outputs(self.module)
         out: Tensor | dict[str, Tensor] = self.root(**inputs)
         if not torch.is_grad_enabled():
             self.free_weights()

@@ -15,6 +15,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime import FrozenModel, Recipe, shard, shard_frozen, token_log_probs
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron.weight_shards import own_values
 from megaloom.runtime.modules.initial_weights import initial_weight
 from tests.support.limits import LIMIT
 from tests.support.parity.layouts import Results, under_layouts
@@ -112,9 +113,11 @@ def beside(plans: Plans) -> dict[str, Any]:
     rough = half.extend(first, from_teacher)
     if "teacher" in rough:
         assert torch.allclose(rough["teacher"], found[0]["teacher"], atol=0.05)
-    held = [step for model in (reference, teacher) for step in model.pipeline.reported]
-    assert len(held) == 2, "each call of extend leaves something in memory"
+    steps = [step for model in (reference, teacher) for step in model.pipeline.reported]
+    assert len(steps) == 2, "each call of extend leaves something in memory"
     parameters = [p for model in (reference, teacher) for chunk in model.model_chunks for p in chunk.parameters()]
+    held, whole = (sum(of(p).numel() for p in parameters) for of in (own_values, lambda p: p))
+    assert held / whole == pytest.approx(1 / plans.layout.dp if plans.layout.fsdp else 1, rel=0.02)
     assert not any(p.requires_grad or p.grad is not None or hasattr(p, "main_grad") for p in parameters)
     return {"losses": losses, "dp_rank": groups.dp_rank, "found": found}
 
