@@ -83,7 +83,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
     rows = [value for r in reports for key, value in getattr(r, "user_properties", ()) if key == PARITY]
     if rows:
-        terminalreporter.section("parity: 3 optimizer steps under a layout against one process")
+        terminalreporter.section("parity: 2 optimizer steps under a layout against one process")
         terminalreporter.write_line(
             f"{'model':<18}{'layout':<68}{'loss differs by':>16}{'gradient norm':>16}{'gradients':>16}"
         )

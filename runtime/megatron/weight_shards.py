@@ -6,7 +6,7 @@ tensors, whichever class the parameter of a module has.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist

@@ -29,7 +29,7 @@ from tests.support.legality.comparison import (
 from tests.support.limits import LIMIT
 from tests.support.published import sample_runs
 
-COUNT, SEED = 2000, 20
+COUNT, SEED = 1000, 20
 # Every drawn precision has a figure. Every drawn model repeats blocks and has built-in ops alone, over one sequence. No
 # drawn layout reduces gradients in bf16, for which the judge, who reduces none, has no answer.
 UNDRAWN = {"precision", "grad-reduce", "recompute-blocks", "sequence-pairs", *(rule.id for rule in FSDP_RULES)}

@@ -56,7 +56,7 @@ from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
 from megaloom.planner.simulate.price import Priced
 
-INSTANCES = int(os.environ.get("MEGALOOM_INSTANCES", "30"))
+INSTANCES = int(os.environ.get("MEGALOOM_INSTANCES", "12"))
 OF_BLOCKS = ["dense", "tied", "sparse", "ahead"]
 KINDS = [*OF_BLOCKS, "flat"]  # a model without repeated blocks
 

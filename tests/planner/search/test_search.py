@@ -63,9 +63,7 @@ def planned(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed
 @pytest.mark.parametrize(
     ("model", "machine"),
     [
-        (DENSE, small("6xH100", 16)),  # six devices: no powers of two
         (DENSE, small("4xH100", 8)),
-        (TIED, small("4xH100", 6)),
         (SPARSE, small("4xH100", 40)),
         (DENSE, cluster("2xCPU")),
     ],

@@ -24,21 +24,18 @@ from tests.support.limits import LIMIT
 from tests.support.paths import TEST_MODELS
 
 GRADIENTS, WEIGHTS = Layout(dp=2, shard="gradients"), Layout(dp=2, shard="weights")
-NONE, OPTIMIZER = Layout(dp=2), Layout(dp=2, shard="optimizer")
+OPTIMIZER = Layout(dp=2, shard="optimizer")
 CP, SP, PP = Layout(cp=2, shard="weights"), Layout(tp=2, sequence_parallel=True), Layout(pp=2)
 EP, ETP = Layout(dp=2, ep=2, shard="weights"), Layout(dp=2, etp=2, shard="weights")
 OWN = f"{TEST_MODELS / 'own_layers.py'}:gated"
 RESHARDS = [
-    ("tiny_llama", WEIGHTS, SP),
     ("tiny_llama", SP, WEIGHTS),
     ("tiny_llama", GRADIENTS, OPTIMIZER),
-    ("tiny_gpt", NONE, GRADIENTS),
     ("tiny_gpt", OPTIMIZER, WEIGHTS),
     ("tiny_gpt", WEIGHTS, PP),
     ("tiny_vit", CP, GRADIENTS),
     ("tiny_llama_lora", WEIGHTS, SP),
     ("tiny_gpt_lora", SP, WEIGHTS),
-    ("tiny_mixtral", WEIGHTS, EP),
     ("tiny_mixtral", EP, ETP),
     ("tiny_gpt_oss", ETP, WEIGHTS),
     ("uneven_t5", WEIGHTS, SP),

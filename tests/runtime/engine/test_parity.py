@@ -22,8 +22,9 @@ from megaloom.runtime.training import verify
 from tests.support.limits import LIMIT
 from tests.support.parity.broken_collectives import BROKEN
 from tests.support.parity.families import trained_families
-from tests.support.parity.family_table import two_cases_of
+from tests.support.parity.family_table import SMALL_LOAD, mixed_case_of
 from tests.support.parity.rank_pool import Case, check, run_cases
+from tests.support.parity.shard_table import legal_layouts, sharded_case_of
 from tests.support.paths import TEST_MODELS
 
 PARTS = 4  # of the layouts, each in one set of processes
@@ -241,11 +242,18 @@ def test_stages_without_adapters_compute_what_one_process_computes(plan_of: Any,
 def test_two_layouts_of_each_family_compute_what_one_process_and_the_oracle_compute(
     part: int, record_property: Callable[..., None]
 ) -> None:
+    """One of them shards gradients or weights. `make parity` runs all layouts of both tables."""
     families = list(enumerate(trained_families()))[part::3]
-    results = run_cases([case for i, family in families for case in two_cases_of(i, family)], 4, timeout=LIMIT)
+    cases = [case for i, family in families for case in (mixed_case_of(i, family), sharded_case_of(i, family))]
+    results = run_cases(cases, 4, timeout=LIMIT)
     for r in results:
         record_property("parity", (r.model, r.name, r.loss_error, r.norm_error, r.gradient_error))
     check(results)
+
+
+def test_families_have_most_sharded_layouts() -> None:
+    layouts = [legal_layouts(family, SMALL_LOAD) for family in trained_families()]
+    assert len({names[i % len(names)] for i, names in enumerate(layouts)}) > 7
 
 
 @pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.SELECTIVE])

@@ -48,8 +48,8 @@ def case_of(family: str, name: str, load: Workload) -> Case:
     return Case(f"{family}, {name}", family, plan)
 
 
-def one_case_of(number: int, family: str) -> Case:
-    """Return a small case of a family, another one by the number of the family."""
+def sharded_case_of(number: int, family: str) -> Case:
+    """Return a small case of a family, under another layout by the number of the family."""
     names = legal_layouts(family, SMALL_LOAD)
     return case_of(family, names[number % len(names)], SMALL_LOAD)
 
