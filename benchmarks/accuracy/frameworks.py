@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megaloom.planner.cost.profiles.frameworks import EAGER, MEGATRON
-from megaloom.planner.cost.profiles.groups import FrameworkProfile, compose
-
-from .features import (
+from megaloom.planner.cost.profiles.flag_features import (
     DEEPSPEED_BF16_OPTIMIZER,
     DEEPSPEED_FP16_OPTIMIZER,
     DEEPSPEED_PIPELINE,
     FP16_GRADIENTS,
     FUSED_LOSS,
+    NO_WGRAD_FUSION,
+    UNFUSED_ATTENTION,
+)
+from megaloom.planner.cost.profiles.frameworks import EAGER, MEGATRON
+from megaloom.planner.cost.profiles.groups import FrameworkProfile, compose
+
+from .features import (
     GRADIENTS_16,
     NANOTRON_LOSS,
     NO_OVERLAP_BUFFERS,
-    NO_WGRAD_FUSION,
     ONLY_TENSOR_OVERLAP,
     SCATTERED_SENDS,
     SLOW_MEMORY_KERNELS,
-    UNFUSED_ATTENTION,
 )
 from .sharded_features import (
     COMPILED_BLOCKS,

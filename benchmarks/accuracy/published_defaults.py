@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from megaloom.dsl.dims import MAX_LAYERS
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.cost.profiles.groups import Feature, FrameworkProfile
-
-from .features import (
+from megaloom.planner.cost.profiles.flag_features import (
     DEDUPLICATED_DISPATCH,
-    FUSED_EXPERTS,
     ITERATION_GRAPHS,
     LAYER_GRAPHS,
     MOMENTS_16,
 )
+from megaloom.planner.cost.profiles.groups import Feature, FrameworkProfile
+
+from .features import FUSED_EXPERTS
 from .frameworks import (
     AUTOMODEL,
     DEEPSPEED_BF16,

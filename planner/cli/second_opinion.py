@@ -37,14 +37,12 @@ def print_opinion(options: RunOptions, job: JobOptions, result: ResultOptions, p
     from megaloom.planner.runs.run import Measured
     from megaloom.planner.runs.text import opinion_text
 
-    from .actions import run_search
-
     assert options.path is not None
     given, seconds = options.given(positional, job.gpus), options.seconds()
     run = read_file(options.path, given)
     if seconds is not None:
         run = evolve(run, measured=Measured(seconds))
-    opinion = second_opinion(run, cluster_of(run, job.gpus), job.memory_headroom, run_search)
+    opinion = second_opinion(run, cluster_of(run, job.gpus), job.memory_headroom)
     if result.as_json:
         from megaloom.planner.runs.to_json import opinion_json
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import frozen
 
+from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_form import fingerprint
-from megaloom.dsl.graph import Graph, Model, graph
+from megaloom.dsl.graph import Graph, graph
+from megaloom.planner.contract.capability import assumed_environment, needs_flex_attention
 from megaloom.planner.contract.choices import GradReduce
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.plans import PLAN_VERSION, Plan
-from megaloom.planner.contract.workload import Runtime, Workload
-from megaloom.planner.cost.profiles.frameworks import PROFILES
+from megaloom.planner.contract.workload import Runtime
+from megaloom.planner.cost.measured_memory import required_bytes
+from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.partition.memory_limit import HEADROOM
 from megaloom.planner.partition.whole_blocks import RestrictedGraph, with_cut_points_of
 from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.rules import violations
+from megaloom.planner.search.candidates import Candidates
+from megaloom.planner.search.device_meshes import best_of_each_mesh
+from megaloom.planner.search.infeasible import NoLegalLayoutError, gpus_option, nothing_fits, nothing_legal
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.search.search import Found, plan
-from megaloom.planner.search.variant_choices import FixedAxes
+from megaloom.planner.search.search import search
 from megaloom.planner.simulate.price import Priced
 
 from .moves import NO_MOVES, valuable_moves
@@ -29,11 +33,6 @@ from .residual import Cause, causes
 from .run import TrainingRun
 
 RUNTIME = Runtime.MEGATRON
-
-
-Search = Callable[[Model, Cluster, Workload, str, FixedAxes, float, Runtime], Found]
-"""Function that searches the best plan: of a model, for a cluster and a workload, with its reference, fixed fields, the
-share of memory that stays free, and the program."""
 
 
 @frozen
@@ -48,8 +47,8 @@ class ValuableChange:
 class Opinion:
     """Opinion on a run. Without a legal layout there is neither a prediction nor a best one.
 
-    plan: the run as a plan, with its prediction. fits: whether its memory is predicted to fit. found: the search of
-    the best layout on the same devices. changes: those that matter; together: the run with all of them as a plan.
+    plan: the run as a plan, with its prediction. fits: whether its memory is predicted to fit. best: the fastest
+    layout on the same devices. changes: those that matter; together: the run with all of them as a plan.
     causes: where the rest of a measured step may be.
     """
 
@@ -58,7 +57,7 @@ class Opinion:
     broken: tuple[Violation, ...]
     plan: Plan | None = None
     fits: bool = True
-    found: Found | None = None
+    best: Plan | None = None
     changes: tuple[ValuableChange, ...] = ()
     together: Plan | None = None
     causes: tuple[Cause, ...] = ()
@@ -66,53 +65,56 @@ class Opinion:
     @property
     def gain(self) -> float:
         """The share of the step that the best layout saves; 0 if the run's is as fast."""
-        if self.plan is None or self.found is None:
+        if self.plan is None or self.best is None:
             return 0.0
-        return max(0.0, 1 - self.found.best.predicted.step_seconds / self.plan.predicted.step_seconds)
+        return max(0.0, 1 - self.best.predicted.step_seconds / self.plan.predicted.step_seconds)
 
 
-def _plain_search(
-    model: Model, cluster: Cluster, workload: Workload, ref: str, fixed: FixedAxes, headroom: float, runtime: Runtime
-) -> Found:
-    return plan(model, cluster, workload, ref=ref, fixed=fixed, headroom=headroom, runtime=runtime)
-
-
-def second_opinion(
-    run: TrainingRun, cluster: Cluster, headroom: float = HEADROOM, search: Search = _plain_search
-) -> Opinion:
+def second_opinion(run: TrainingRun, cluster: Cluster, headroom: float = HEADROOM) -> Opinion:
     """Return the opinion on a run on its cluster. Raise UserError if no layout of the model fits the cluster."""
     g = graph(run.model)
-    broken = broken_rules(run, g, cluster)
-    if broken:
+    if broken := broken_rules(run, g, cluster):
         return Opinion(run=run, cluster=cluster, broken=broken)
-    profile = PROFILES[RUNTIME]
-    own = Pricer(with_stages(g, run.stages), cluster, run.workload, profile, headroom)
-    free = Pricer(with_cut_points_of(g, RUNTIME), cluster, run.workload, profile, headroom)
-    priced = own.price(run.layout)
-    # What the file decides for the mathematics stays: the padding of the vocabulary, the format of gradients.
-    fixed: dict[str, Any] = {"vocab_multiple": run.layout.vocab_multiple}
-    if run.layout.grad_reduce is not GradReduce.FP32:
-        fixed["grad_reduce"] = run.layout.grad_reduce
-    found = search(run.model, cluster, run.workload, run.path, fixed, headroom, RUNTIME)
-    mine = plan_of(run, cluster, priced, found.best)
-
-    def as_plan(priced: Priced | None) -> Plan | None:
-        return None if priced is None else plan_of(run, cluster, priced, found.best)
-
+    own, free = (
+        Pricer(each, cluster, run.workload, run.profile, headroom)
+        for each in (with_stages(g, run.stages), with_cut_points_of(g, RUNTIME))
+    )
+    priced, best = own.price(run.layout), best_layout(run, free)
     moves = NO_MOVES
-    if found.best.predicted.step_seconds < priced.seconds or not priced.partition.fits:
-        moves = valuable_moves(run.layout, priced.seconds, found.best.layout, own, free)
+    if best.seconds < priced.seconds or not priced.partition.fits:
+        moves = valuable_moves(run.layout, priced.seconds, best.layout, own, free)
+    plan = plan_of(run, cluster, priced)
     return Opinion(
         run=run,
         cluster=cluster,
         broken=(),
-        plan=mine,
-        fits=priced.partition.fits,
-        found=found,
-        changes=tuple(ValuableChange(move.group, as_plan(move.alone)) for move in moves.moves),
-        together=as_plan(moves.together),
-        causes=causes(run, cluster, own.graph, mine) if run.measured else (),
+        plan=plan,
+        fits=max(map(required_bytes, plan.predicted.nbytes)) <= cluster.device.nbytes,
+        best=plan_of(run, cluster, best),
+        changes=tuple(
+            ValuableChange(move.group, plan_of(run, cluster, move.alone) if move.alone else None)
+            for move in moves.moves
+        ),
+        together=plan_of(run, cluster, moves.together) if moves.together else None,
+        causes=causes(run, cluster, own.graph, plan) if run.measured else (),
     )
+
+
+def best_layout(run: TrainingRun, pricer: Pricer) -> Priced:
+    """Return the fastest layout that fits, with the mathematics of the run; of those within 0.1 % the simplest.
+
+    The padding of the vocabulary and the format of gradients stay as they are. Raise UserError if none fits.
+    """
+    fixed: dict[str, Any] = {"vocab_multiple": run.layout.vocab_multiple}
+    if run.layout.grad_reduce is not GradReduce.FP32:
+        fixed["grad_reduce"] = run.layout.grad_reduce
+    candidates = Candidates(pricer, fixed)
+    if not candidates.count:
+        raise NoLegalLayoutError(nothing_legal(pricer, fixed))
+    simulated = search(candidates, meshes=1, count=1)
+    if not simulated:
+        raise UserError(nothing_fits(pricer, candidates, gpus_option))
+    return best_of_each_mesh(simulated)[0]
 
 
 def broken_rules(run: TrainingRun, g: Graph, cluster: Cluster) -> tuple[Violation, ...]:
@@ -128,11 +130,13 @@ def with_stages(g: Graph, stages: tuple[int, ...]) -> Graph:
     return RestrictedGraph(g.name, g.nodes, g.outputs, frozenset(stages[1:]))
 
 
-def plan_of(run: TrainingRun, cluster: Cluster, priced: Priced, like: Plan) -> Plan:
-    """Return a priced layout of a run as a plan. like: a plan for the same cluster and program."""
-    return evolve(
-        like,
+def plan_of(run: TrainingRun, cluster: Cluster, priced: Priced) -> Plan:
+    """Return a priced layout of a run as a plan."""
+    g = graph(run.model)
+    experts, flex = model_requirements(g).experts, needs_flex_attention(g.nodes)
+    return Plan(
         version=PLAN_VERSION,
+        model=run.path,
         fingerprint=fingerprint(run.model),
         cluster=cluster,
         workload=run.workload,
@@ -140,4 +144,6 @@ def plan_of(run: TrainingRun, cluster: Cluster, priced: Priced, like: Plan) -> P
         stages=priced.stages,
         predicted=priced.prediction,
         reasons=(),
+        runtime=RUNTIME,
+        environment=assumed_environment(RUNTIME, cluster.device.name, experts, flex),
     )

@@ -12,8 +12,7 @@ from attrs import evolve, frozen
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.workload import Runtime
-from megaloom.planner.search.pricing import price
+from megaloom.planner.search.pricing import Pricer
 
 from .run import TrainingRun
 
@@ -34,7 +33,7 @@ def causes(run: TrainingRun, cluster: Cluster, g: Graph, plan: Plan) -> tuple[Ca
     step = plan.predicted.step_seconds
     out = []
     for words, worse in _worse(cluster):
-        slower = price(g, run.layout, worse, run.workload, Runtime.MEGATRON).seconds - step
+        slower = Pricer(g, worse, run.workload, run.profile).price(run.layout).seconds - step
         if slower > LEAST * step:
             out.append(Cause(words, slower))
     return tuple(sorted(out, key=lambda cause: -cause.seconds))

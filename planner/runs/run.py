@@ -10,6 +10,7 @@ from megaloom.dsl.graph import Model
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Workload
+from megaloom.planner.cost.profiles.groups import FrameworkProfile
 
 from .words import Origin, Word
 
@@ -81,7 +82,8 @@ Edits = Callable[[Plan], tuple[Edit, ...]]
 class TrainingRun:
     """A run as its file describes it.
 
-    stages: the first graph node of each pipeline stage, in model order. notes: what the prediction leaves out.
+    stages: the first graph node of each pipeline stage, in model order. profile: the framework as its flags set it.
+    notes: what the prediction leaves out.
     assumed: what the file does not say, and what was taken instead.
     """
 
@@ -92,6 +94,7 @@ class TrainingRun:
     layout: Layout
     workload: Workload
     stages: tuple[int, ...]
+    profile: FrameworkProfile
     devices: Devices
     stated: tuple[Stated, ...] = ()
     notes: tuple[Note, ...] = ()

@@ -98,9 +98,9 @@ def _predicted(opinion: Opinion, plan: Plan) -> Iterator[str]:
 
 
 def _best(opinion: Opinion, plan: Plan) -> Iterator[str]:
-    if opinion.found is None:
+    best = opinion.best
+    if best is None:
         return
-    best = opinion.found.best
     if opinion.fits and opinion.gain < CLOSE:
         faster = "as fast as" if opinion.gain <= 0 else f"within {opinion.gain:.1%} of"
         yield f"Best      This layout is {faster} the best under the cost model on the same hardware and program."

@@ -18,12 +18,12 @@ from .text import edits_of
 
 def opinion_json(opinion: Opinion) -> dict[str, Any]:
     """Return the opinion: what was read, rules broken, prediction, best layout, changes that matter, causes."""
-    run, found = opinion.run, opinion.found
+    run = opinion.run
     edits = edits_of(opinion, opinion.together)
     judged = {
         "predicted": None if opinion.plan is None else plan_json(opinion.plan),
         "fits": opinion.fits,
-        "best": None if found is None else plan_json(found.best),
+        "best": None if opinion.best is None else plan_json(opinion.best),
         "gain": opinion.gain,
         "changes": [
             {"change": one.group, "alone": None if one.alone is None else plan_json(one.alone)}

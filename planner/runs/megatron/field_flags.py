@@ -60,6 +60,7 @@ MODEL_FLAGS = (
     value_flag("tokenizer-type", str),
     value_flag("tokenizer-model", str),
     value_flag("vocab-extra-ids", int, 0),
+    value_flag("cross-entropy-fusion-impl", str, "native", choices="native te"),
 )
 LATENT_FLAGS = (
     switch_flag("multi-latent-attention"),

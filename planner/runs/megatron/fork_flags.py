@@ -16,25 +16,25 @@ DEEPSPEED_FIELDS = (
     value_flag("pp-partition-method", str),
     value_flag("tokenizer-name-or-path", str),
 )
-SWITCHES = """
+FORK_SWITCHES = """
 deepspeed-activation-checkpointing abort-on-unmet-fused-kernel-constraints universal-checkpoint
 use-checkpoint-lr-scheduler
 override-lr-scheduler deepspeed_mpi|deepspeed-mpi no-pipeline-parallel create-moe-param-group profile-backward
 sync-tp-duplicated-parameters log-optimizer-states-to-tensorboard
 """
-VALUES = """
+FORK_VALUES = """
 deepspeed_config|deepspeed-config data-impl valid-num-workers kill-switch-path codecarbon-dir train-tokens
 lr-decay-tokens lr-warmup-tokens checkpoint-num-layers DDP-impl:DDP_impl moe-eval-capacity-factor moe-min-capacity
 train-weighted-split-paths-path valid-weighted-split-paths-path test-weighted-split-paths-path log-level
 log-level-replica trigger-path inference-batch-size
 """
-SEVERAL = "train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths"
-LITTLE = """
+FORK_SEVERAL = "train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths"
+FORK_LITTLE = """
 step-batch-size-schedule ; 1 ; None ; the batch changes between steps; the prediction is for --global-batch-size
 synchronize-each-layer ; 0 ; - ; the host waits after each layer
 scattered-embeddings ; 0 ; - ; embeddings are scattered
 """
-REFUSED = """
+FORK_REFUSED = """
 moe-expert-parallel-size ; 1 ; 1 ; experts of DeepSpeed are not modelled
 moe-loss-coeff ; 1 ; 0.1,0.01 ; experts of DeepSpeed are not modelled
 moe-train-capacity-factor ; 1 ; 1.0 ; experts of DeepSpeed are not modelled
@@ -54,9 +54,9 @@ use-tutel ; 0 ; - ; experts of Tutel are not modelled
 """
 FORK_FLAGS: tuple[Flag, ...] = (
     *DEEPSPEED_FIELDS,
-    *harmless("0", SWITCHES),
-    *harmless("1", VALUES),
-    *harmless("*", SEVERAL),
-    *judged(Effect.LITTLE, LITTLE),
-    *judged(Effect.REFUSED, REFUSED),
+    *harmless("0", FORK_SWITCHES),
+    *harmless("1", FORK_VALUES),
+    *harmless("*", FORK_SEVERAL),
+    *judged(Effect.LITTLE, FORK_LITTLE),
+    *judged(Effect.REFUSED, FORK_REFUSED),
 )

@@ -94,7 +94,7 @@ check-weight-hash-across-dp-replicas-interval train-sync-interval
 pipeline-model-parallel-comm-backend tp-comm-bootstrap-backend distributed-backend distributed-timeout-minutes
 distributed-timeout-seconds-after-init local-rank|local_rank lazy-mpu-init nccl-communicator-config-path
 tp-comm-overlap-cfg cuda-graph-warmup-steps num-layers-at-start-in-bf16 num-layers-at-end-in-bf16
-kitchen-attention-backend min-offloaded-tensor-size onnx-safe wgrad-deferral-limit cross-entropy-fusion-impl
+kitchen-attention-backend min-offloaded-tensor-size onnx-safe wgrad-deferral-limit
 
 decoder-seq-length relative-attention-num-buckets relative-attention-max-distance mamba-state-dim mamba-head-dim
 mamba-num-groups mamba-num-heads mlp-chunks-for-prefill dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk

@@ -19,6 +19,7 @@ from .layers import has_experts, hidden_channels, position_embedding
 from .layout import read_layout, read_workload
 from .model import REQUIRED, build_model, layer_starts
 from .parser import Arguments, GivenArgument, Trouble
+from .profile import framework_profile, predicted_flags
 from .refusal import refuse_run
 from .stages import first_layers, layers_of_stages
 from .stated import stated_facts
@@ -82,6 +83,7 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
         layout=layout,
         workload=workload,
         stages=(0, *(starts[n] for n in firsts[1:])),
+        profile=framework_profile(a),
         devices=devices,
         stated=stated_facts(a, layout, workload, vocab, devices),
         notes=tuple(notes(a)),
@@ -120,8 +122,9 @@ def notes(a: Arguments) -> Iterator[Note]:
 
 def _notes(a: Arguments) -> Iterator[tuple[str, str]]:
     """Yield each note with the argument that it is about."""
+    predicted = {*predicted_flags(a)}
     for one in a.judged(Effect.LITTLE):
-        if not _relevant(a, one.flag.dest):
+        if one.flag.dest in predicted or not _relevant(a, one.flag.dest):
             continue
         yield f"{one.flag.name} is not in the prediction: {one.flag.why}", one.flag.dest
     if has_experts(a):
@@ -132,8 +135,6 @@ def _notes(a: Arguments) -> Iterator[tuple[str, str]]:
         yield "--sequence-parallel has no effect with tp 1", "sequence_parallel"
     if a["bf16"] and (a["fp8"] or a["fp4"]):
         yield f"matrix products are in {'fp8' if a['fp8'] else 'fp4'}; --bf16 is the format of the rest", "bf16"
-    if a["fp16"] and not a["accumulate_allreduce_grads_in_fp32"]:
-        yield "gradients are added up in fp16; the prediction has fp32", "fp16"
     if a["deepspeed"]:
         yield "DeepSpeed runs this; the prediction is for Megatron-core with Transformer Engine", "deepspeed"
     if a["rampup_batch_size"]:
@@ -165,7 +166,7 @@ def _relevant(a: Arguments, dest: str) -> bool:
 
 def _expert_notes(a: Arguments) -> Iterator[tuple[str, str]]:
     dispatcher = a["moe_token_dispatcher_type"]
-    if dispatcher in ("allgather", "flex"):
+    if dispatcher in ("allgather", "alltoall_seq"):
         yield f"the dispatcher {dispatcher} is predicted as alltoall", "moe_token_dispatcher_type"
     if not a["moe_grouped_gemm"]:
         yield "experts run one by one without --moe-grouped-gemm; the prediction has one kernel for all", ""

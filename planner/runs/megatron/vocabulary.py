@@ -53,4 +53,10 @@ def vocabulary(a: Arguments, stated: int | None) -> tuple[int, str]:
     if kind == "HuggingFaceTokenizer" and name in HUB:
         return HUB[name], f"the tokenizer of {name}"
     which = f"the vocabulary of {kind}" if kind else "the vocabulary"
-    refuse_run(a, f"{which} is not stated", "tokenizer_model", "tokenizer_type", instead="give it as --vocab 128256")
+    refuse_run(
+        a,
+        f"{which} is not stated",
+        "tokenizer_model",
+        "tokenizer_type",
+        instead="give its tokens before padding: --vocab N",
+    )

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from benchmarks.accuracy.features import MOMENTS_16
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
@@ -16,6 +15,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import plan_from_json, plan_to_json
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.cost.memory import state_bytes
+from megaloom.planner.cost.profiles.flag_features import MOMENTS_16
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, PROFILES
 from megaloom.planner.cost.profiles.groups import compose
 from megaloom.planner.export.export import export_plan
