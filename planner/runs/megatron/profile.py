@@ -33,7 +33,7 @@ from megaloom.planner.cost.profiles.groups import Feature, FrameworkProfile, com
 from .layers import has_experts
 from .parser import Arguments
 
-Condition = Callable[[Arguments], bool]
+FlagCondition = Callable[[Arguments], bool]
 WIDE = frozenset({"fp16", "bf16", "torch.float16", "torch.bfloat16"})
 
 
@@ -42,7 +42,7 @@ def _value(a: Arguments, dest: str) -> object:
     return a.given[dest].value if dest in a.given else None
 
 
-def _is(dest: str, *values: object) -> Condition:
+def _is(dest: str, *values: object) -> FlagCondition:
     return lambda a: _value(a, dest) in values
 
 
@@ -68,7 +68,7 @@ _GRAPH_FLAGS = ("cuda_graph_impl", "cuda_graph_scope", "enable_cuda_graph", "ext
 _DISPATCH_FLAGS = ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend")
 _MOMENT_FLAGS = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
 _PADDING_FLAGS = ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor")
-FEATURES_OF_FLAGS: tuple[tuple[Feature, tuple[str, ...], Condition], ...] = (
+FEATURES_OF_FLAGS: tuple[tuple[Feature, tuple[str, ...], FlagCondition], ...] = (
     (LAYER_GRAPHS, _GRAPH_FLAGS, lambda a: _graphs(a) and not _whole_graph(a)),
     (ITERATION_GRAPHS, _GRAPH_FLAGS, _whole_graph),
     (
