@@ -137,6 +137,22 @@ def _shared_text(case: Case[Layout]) -> Words:
     return message, "use vpp 1, or --shard optimizer"
 
 
+@lru_cache(maxsize=16)
+def _scalar(graph: Graph) -> str | None:
+    """Return the name of a weight without dims; None if there is none."""
+    return next((name for name, slot in graph.weights.items() if not slot.dims), None)
+
+
+def _rows(case: Case[L]) -> Truth:
+    holds: Truth = _ddp(case) | (_scalar(case.graph) is None)
+    return holds
+
+
+def _rows_text(case: Case[Layout]) -> Words:
+    message = f"{_flag(case.layout)} shards rows, and the weight {_scalar(case.graph)!r} is one number"
+    return message, "give that weight a dim of size 1, or use --shard optimizer"
+
+
 FSDP_RULES = (
     Rule(
         id="fsdp-ranks",
@@ -210,5 +226,14 @@ FSDP_RULES = (
         source="torch's fully_shard shards the weights of one unit, and a unit belongs to one model chunk",
         holds=_shared,
         explain=_shared_text,
+    ),
+    Rule(
+        id="fsdp-rows",
+        sentence=f"With {SHARDS} each weight has a dim.",
+        fix="give that weight a dim of size 1, or use --shard optimizer",
+        owner=Owner.PLANNER,
+        source="torch's fully_shard shards the rows of weights",
+        holds=_rows,
+        explain=_rows_text,
     ),
 )

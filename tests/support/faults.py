@@ -40,7 +40,10 @@ from tests.support.limits import LIMIT
 from tests.support.paths import TEST_MODELS, TESTS
 
 RESULTS = TESTS.parent / ".faults" / "moments.jsonl"
-LAYOUTS = (Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, shard="optimizer"))
+LAYOUTS = (
+    *(Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, shard="optimizer")),
+    *(Layout(dp=2, shard="weights"), Layout(dp=2, shard="gradients")),
+)
 STEPS, SAVE_EVERY, MOMENTS = 8, 2, 50
 RECIPE = Recipe(steps=STEPS, lr=1e-2, warmup=2)
 

@@ -222,7 +222,7 @@ def test_a_rule_refuses_and_its_fix_works(
 
 def test_every_rule_is_shown_to_refuse() -> None:
     elsewhere = {"tp-kv-heads", "tp-width", "recompute-blocks", "precision"}
-    elsewhere |= {"fsdp-precision", "grad-reduce", "overlap-experts-precision", "sequence-pairs"}
+    elsewhere |= {"fsdp-precision", "fsdp-rows", "grad-reduce", "overlap-experts-precision", "sequence-pairs"}
     assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*RANGE_RULES, *RULES)}
 
 

@@ -26,6 +26,7 @@ NUMBERS = dict.fromkeys(
         "--batch",
         "--top",
         "--vocab-multiple",
+        "--replicas",
     ),
 )["whole"]
 BAD_NUMBERS = (
@@ -63,6 +64,8 @@ BAD_WORDS = {
     "--runtime": ("", "torch"),
     "--memory-headroom": ("-1", "101%", "nan", "inf", "x", "", "1e400"),
     "--overlap": ("nothing", "", "gradients,weights,x"),
+    "--shard": ("", "weight", "gradients,weights", "3", "\x1b[31m"),
+    "--reshard": ("", "steps", "micro batch"),
     "--lora-rank": ("0", "-1", "x", "1.5"),
     "--unheard-of": ("x",),
 }
@@ -87,6 +90,10 @@ def options(draw: Random, folder: Path, bases: Path) -> Drawn:
         words += [option, str(draw.choice([1, 2, 2, 3, 4, 8]))]
     for flag in ("--distributed-optimizer", "--sequence-parallel", "--json", "--pareto"):
         words += [flag] * (draw.random() < 0.1)
+    if draw.random() < 0.4:
+        words += ["--shard", draw.choice(["none", "optimizer", "gradients", "weights", "weights"])]
+        for option, values in (("--reshard", ["micro-batch", "step"]), ("--replicas", ["1", "2", "2", "3", "4"])):
+            words += [option, draw.choice(values)] if draw.random() < 0.3 else []
     if draw.random() < 0.4:
         words += ["--precision", draw.choice(["fp32", "fp16", "bf16", "fp8"])]
     lint = draw.random() < 0.3
