@@ -39,7 +39,7 @@ MAY_BE_ZERO = ("recompute_layers", "microbatch_group")  # 0 stands for the defau
 def _amounts(case: Case[L]) -> Mapping[str, int | Column]:
     """Return the numbers of a case that must be in range, by name."""
     x, w = case.layout, case.workload
-    counts = {name: getattr(x, name) for name in ("vocab_multiple", *MAY_BE_ZERO)}
+    counts = {name: getattr(x, name) for name in ("vocab_multiple", "replicas", *MAY_BE_ZERO)}
     return {**x.degrees, "seq": w.seq, "batch": w.batch, **counts}
 
 

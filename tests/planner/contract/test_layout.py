@@ -81,6 +81,7 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", {}, {"batch": 10**9}, "plausible", "use 1,048,576 or less", {}),
     ("gpt2", {}, {"seq": 10**26}, "plausible", "use 134,217,728 or less", {}),
     ("gpt2", {"tp": 10**26}, {"gpus": 8}, "plausible", "use 1,048,576 or less", {"tp": 2, "dp": 4}),
+    ("gpt2", FSDP | {"replicas": 10**26}, {}, "plausible", "use 1,048,576 or less", {"replicas": 1}),
     ("gpt2", {"micro_batch": 10**26}, {}, "plausible", "use 1,048,576 or less", {"micro_batch": 1}),
     ("gpt2", {"tp": 2}, {"gpus": 8}, "world", "use dp 4", {"dp": 4}),
     (

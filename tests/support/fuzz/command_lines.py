@@ -108,6 +108,8 @@ def options(draw: Random, folder: Path, bases: Path) -> Drawn:
         label, what = ILLEGAL, f"{what}, {option} {bad!r:.40}"
         if bad == "0x10":
             label = EITHER  # a whole number, as in Python
+        if option == "--top" and bad.isdecimal() and bad.strip("0"):
+            label = EITHER  # more plans than there are
         if option == "--top" and (lint or "--pareto" in words or ".." in gpus):
             label = EITHER
         if lint and option in ("--memory-headroom", "--runtime"):
