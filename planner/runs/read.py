@@ -10,6 +10,7 @@ from attrs import evolve, field, frozen
 
 from megaloom.dsl.errors import UserError
 
+from .deepspeed_file import deepspeed_words
 from .launch import Launch, launched_devices, training_commands
 from .megatron.log import is_log, read_log
 from .megatron.parser import parse_words, table
@@ -92,13 +93,18 @@ def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
         hint = f"\nnot known: {missing}" if missing else ""
         raise UserError(f"{path} starts no training of Megatron-LM that could be found{hint}")
     launch = launches[0]
+    if rollout := next((word for word in launch.words if word.text == "--rollout-batch-size"), None):
+        raise UserError(
+            f"{rollout.origin}: slime packs its sequences, so the file states no sequence length\n"
+            "give a command line of Megatron-LM with the same model and layout, and --seq-length"
+        )
     stated = launched_devices(launch, script.sbatch)
     devices = _devices(stated, given.devices, launch)
     assumed = [f"the first of {len(launches)} training commands ({launch.program.origin})"] if len(launches) > 1 else []
     assumed += [f"{one.kind} {one.name} not given ({one.origin})" for one in script.assumed[:3]]
     if stated and devices.count != stated.count:
         assumed.append(f"{devices.count} GPUs (`--gpus`), though the file starts {stated.count} ({stated.origin})")
-    arguments = parse_words(launch.words)
+    arguments = parse_words((*launch.words, *deepspeed_words(launch.words, script.files)))
     return read_run(arguments, ArgumentSource(path, devices, tuple(assumed), hints=given.hints))
 
 

@@ -17,6 +17,7 @@ from megaloom.planner.runs.words import Origin, Unknown, Word
 from .field_flags import FIELD_FLAGS
 from .flag import Effect, Flag
 from .fork_flags import DEEPSPEED_FIELDS, FORK_FLAGS
+from .framework_flags import FRAMEWORK_FLAGS
 from .harmless_flags import HARMLESS
 from .judged_flags import JUDGED
 
@@ -99,13 +100,15 @@ def is_harmless(one: GivenArgument) -> bool:
 @cache
 def table() -> Mapping[str, Flag]:
     """Return every known flag by each of its spellings, with dashes."""
-    return {name: flag for flag in (*FORK_FLAGS, *FIELD_FLAGS, *HARMLESS, *JUDGED) for name in flag.names}
+    return {
+        name: flag for flag in (*FRAMEWORK_FLAGS, *FORK_FLAGS, *FIELD_FLAGS, *HARMLESS, *JUDGED) for name in flag.names
+    }
 
 
 @cache
 def by_dest() -> Mapping[str, Flag]:
     """Return every known flag by its destination."""
-    return {flag.dest: flag for flag in (*FORK_FLAGS, *JUDGED, *HARMLESS, *FIELD_FLAGS)}
+    return {flag.dest: flag for flag in (*FRAMEWORK_FLAGS, *FORK_FLAGS, *JUDGED, *HARMLESS, *FIELD_FLAGS)}
 
 
 def defaults() -> Mapping[str, object]:

@@ -14,7 +14,7 @@ from megaloom.planner.runs.shell.conditions import BINARY, BracketCondition, Sur
 from megaloom.planner.runs.shell.evaluator import Flow
 from megaloom.planner.runs.shell.folders import Folders, moved
 from megaloom.planner.runs.shell.printing import echoed, formatted
-from megaloom.planner.runs.shell.pure import FILTERS, PURE_PROGRAMS
+from megaloom.planner.runs.shell.pure import FILTERS, PURE_PROGRAMS, READING_FILES
 from megaloom.planner.runs.shell.state import State, Status, indexed
 from megaloom.planner.runs.shell.syntax import (
     Assignment,
@@ -113,19 +113,30 @@ class CommandEvaluator(AssignmentEvaluator):
 
     def _pure(self, name: str, words: CommandWords, state: State, origin: Origin) -> Text | None:
         texts = [known_text(w) for w in words]
-        stdin = state.stdin or ()
-        unknown = next((u for u in map(cause, [*words, *([stdin] if name in FILTERS else [])]) if u), None)
+        stdin = state.stdin
+        if name in READING_FILES and len(words) > 1 and (content := self.content(texts[-1], state)) is not None:
+            texts, words, stdin = texts[:-1], words[:-1], content
+        unknown = next((u for u in map(cause, [*words, *([stdin or ()] if name in FILTERS else [])]) if u), None)
         if unknown:
             return missing(unknown)
-        if name in FILTERS and state.stdin is None:
+        if name in FILTERS and stdin is None:
             return None
         texts = [t for n, t in enumerate(texts) if t != "--" or "--" in texts[:n]]
-        output = PURE_PROGRAMS[name]([t or "" for t in texts], shown(stdin))
+        output = PURE_PROGRAMS[name]([t or "" for t in texts], shown(stdin or ()))
         if output is None:
             return None
-        source = [p for text in (words if name not in FILTERS else [stdin]) for p in text if p.text.strip()]
+        source = [p for text in (words if name not in FILTERS else [stdin or ()]) for p in text if p.text.strip()]
         same_line = source and all(p.origin == source[0].origin for p in source)
         return literal(output, source[0].origin if same_line else origin)
+
+    def content(self, path: str | None, state: State) -> Text | None:
+        """Return the text of a file that the script wrote, or of one in the script's folder; None for another one."""
+        if not path:
+            return None
+        if (written := state.files.get(normpath(path))) is not None:
+            return written
+        file = self.folders.beside(path)
+        return literal(file[1], Origin(file[0], 1)) if file else None
 
     def _with_redirections(self, redirections: Sequence[Redirection], state: State, run: Callable[[], Flow]) -> Flow:
         stdin, output, path = state.stdin, state.output, None
@@ -219,7 +230,7 @@ class CommandEvaluator(AssignmentEvaluator):
 
     def _cat(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         state.status = Status()
-        texts = [state.files.get(normpath(known_text(w) or "")) for w in words[1:] if known_text(w) != "-"]
+        texts = [self.content(known_text(w), state) for w in words[1:] if known_text(w) != "-"]
         if not texts and state.stdin is not None:
             state.output += state.stdin
         elif texts and all(t is not None for t in texts):

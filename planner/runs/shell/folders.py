@@ -32,6 +32,13 @@ class Folders:
         """Return True if a file or folder is there."""
         return self.find(path, folder) is not None
 
+    def beside(self, path: str) -> tuple[str, str] | None:
+        """Return the path and the text of a file in the script's folder or below; hidden files are not read."""
+        at = Path(posixpath.normpath(path))
+        if at.is_absolute() or any(part.startswith(".") for part in at.parts):
+            return None
+        return self.read(str(self.script / at), None) if (self.script / at).is_file() else None
+
     def read(self, path: str, folder: str | None) -> tuple[str, str] | None:
         """Return the path and the text of a file, or None if there is no such text."""
         found = self.find(path, folder)

@@ -156,3 +156,5 @@ PURE_PROGRAMS: dict[str, Program] = {
 }
 FILTERS = frozenset({"bc", "tr", "cut", "wc", "head", "tail", "xargs", "sed"})
 """Programs that read their input."""
+READING_FILES = frozenset({"sed", "head", "tail", "cut"})
+"""Those that read the file named last instead."""

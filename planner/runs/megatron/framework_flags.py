@@ -1,0 +1,37 @@
+"""Flags that frameworks around Megatron-LM add: Pai-Megatron-Patch, FlagScale, Primus.
+
+Sources: their argument parsers and default settings, of 2025.
+"""
+
+from __future__ import annotations
+
+from .flag import Effect, Flag, harmless, judged
+
+_SWITCHES = """
+disable-last-saving auto-continue-train disable-wandb disable-tensorboard disable-mlflow dump-pp-data
+no-shared-fs use-rocm-mem-info use-wandb
+"""
+_VALUES = """
+max-padding-length patch-tokenizer-type train-mode dataset eos-token-id epochs special-tokens-file extra-eos
+norm-init-weight tokenizer-path wandb-mode wandb-log-model rdzv-backend hostfile
+log-avg-skip-iterations log-avg-reset-interval stderr-sink-level sink-level file-sink-level
+"""
+_SEVERAL = "train-data-path valid-data-path test-data-path use-rocm-mem-info-iters skip-samples-range"
+_LITTLE = """
+enable-primus-turbo ; 0 ; - ; kernels of Primus-Turbo are not in the prediction
+use-turbo-attention ; 0 ; - ; attention runs a kernel of Primus-Turbo
+use-turbo-grouped-gemm|use-turbo-grouped-mlp ; 0 ; - ; experts run kernels of Primus-Turbo
+use-turbo-parallel-linear ; 0 ; - ; matrix products run kernels of Primus-Turbo
+use-turbo-rms-norm ; 0 ; - ; norms run a kernel of Primus-Turbo
+use-turbo-deepep ; 0 ; - ; tokens are sent by another library
+turbo-deepep-num-cu ; 1 ; - ; DeepEP takes another share of the device
+turbo-deepep-use-comm-stream ; 0 ; - ; DeepEP runs on another stream
+turbo-sync-free-moe-stage ; 1 ; 0 ; the host waits less often for the router
+moe-use-fused-router-with-aux-score ; 0 ; - ; the router takes fewer kernels
+"""
+FRAMEWORK_FLAGS: tuple[Flag, ...] = (
+    *harmless("0", _SWITCHES),
+    *harmless("1", _VALUES),
+    *harmless("*", _SEVERAL),
+    *judged(Effect.LITTLE, _LITTLE),
+)
