@@ -7,19 +7,18 @@ seconds and the bytes are those of the balanced partition, by which the search o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from math import inf
 
 import numpy as np
 from attrs import frozen
 
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.layouts import Rows, alike
+from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS
 from megaloom.planner.cost.cost_table import CostTable
-from megaloom.planner.cost.weight_units import gathered_fields
+from megaloom.planner.cost.weight_units import gathered_fields, waiting_seconds
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 from megaloom.planner.partition.partitioner import WHOLE_BLOCKS, StageBounds, segment_sums
 from megaloom.planner.pipeline import schedules
@@ -62,6 +61,7 @@ def balanced_bounds(
     columns = *(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), *gathered_fields(x)
     first, which = alike(*columns, stages)
     partitions = balance(x.each(first))
+    waiting = _waiting_seconds(x, which, [table for table, _ in partitions])
     for count in np.flatnonzero(np.bincount(stages)).tolist():
         some = np.flatnonzero(stages[first] == count).tolist()
         chosen = [partitions[i] for i in some]
@@ -69,15 +69,15 @@ def balanced_bounds(
         extra = np.array([(table.least_boundary, table.workspace, table.library) for table, _ in chosen], dtype=float)
         here, tables = stages == count, [table for table, _ in chosen]
         slowest = sums[..., STEP_COLUMNS].sum(axis=2).max(axis=1)
-        if interleaved := bool((x.vpp[here] > 1).any()):
-            through = np.array([_least_seconds(*row) for row in zip(tables, slowest.tolist(), strict=True)])
-        if interleaved and lower_bounds.many[count]:
-            largest_saved = _largest_saved(tables, slowest)
+        through = np.array([_least_seconds(*row) for row in zip(tables, slowest.tolist(), strict=True)])
+        if (x.vpp[here] > 1).any():
+            saved = _saved_within_cap(tables, slowest, count)
         row = np.zeros(len(first), dtype=np.intp)
         row[some] = np.arange(len(some))
         for pp in np.flatnonzero(np.bincount(x.pp[here])).tolist():
             mine = np.flatnonzero(here & (x.pp == pp))
             part, table = bounded.take(mine), row[which[mine]]
+            seconds[mine] = np.maximum(seconds[mine], _passes_seconds(lower_bounds, part, through[table] + waiting[mine]))
             nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[table], extra[table]))
             if pp == count:
                 stage = slowest[table]
@@ -89,11 +89,9 @@ def balanced_bounds(
                 stage = np.where(stage < inf, stage, slowest[table])
                 seconds[mine] = np.maximum(seconds[mine], _one_chunk_seconds(lower_bounds, part, stage))
                 continue
-            seconds[mine] = np.maximum(seconds[mine], _recompute_seconds(lower_bounds, part, through[table]))
+            least[mine] = np.maximum(least[mine], _capped_nbytes(lower_bounds, part, extra[table], *saved[:, table]))
             if lower_bounds.many[count]:
                 expected[mine] = EXPECTED_SHARE * _interleaved_seconds(lower_bounds, part, sums[table])
-                capped = _capped_nbytes(lower_bounds, part, sums[table], extra[table], largest_saved[table])
-                least[mine] = np.maximum(least[mine], capped)
     return BalancedBounds(seconds, np.maximum(seconds, expected), nbytes, least)
 
 
@@ -122,10 +120,10 @@ def _one_chunk_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, slowe
     return seconds
 
 
-def _recompute_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, through: Rows) -> Rows:
-    """Return a lower bound of interleaved layouts, for the partitions that the partitioner may choose.
+def _passes_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, through: Rows) -> Rows:
+    """Return a lower bound of layouts, for the partitions that the partitioner may choose.
 
-    Bound: step ≥ c T + d h + A, with c and d of `interleaved_multiples` and `through` ≤ T of `_least_seconds`.
+    Bound: step ≥ c T + d h + A, with c and d of `pass_multiples` and `through` ≤ T of `_least_seconds`.
     """
     x, m = bounded.layouts, bounded.layouts.microbatches(lower_bounds.cache.workload.batch)
     multiples = (column.astype(float) for column in (x.pp, m, x.microbatch_group_size))
@@ -136,43 +134,73 @@ def _recompute_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, throu
 
 
 def _least_seconds(table: CostTable, slowest: float) -> float:
-    """Return the least T where only the first blocks of a stage are recomputed and no stage is too slow, else 0."""
-    return _least_recomputed(table, slowest) if table.recompute_rows is not None else 0.0
+    """Return the least T of partitions whose stages are not too slow."""
+    if table.recompute_rows is not None:
+        seconds = _least_recomputed(table, slowest)
+    else:
+        seconds = float(table.rows[:, STEP_COLUMNS].sum(axis=1) @ table.structure.kind_counts)
+    return seconds
 
 
-@lru_cache(maxsize=1 << 9)
+def _waiting_seconds(x: Layouts, which: Column, tables: Sequence[CostTable]) -> Rows:
+    """Return the seconds for which a micro-batch waits for sharded weights and gradients, in both passes: [layouts].
+
+    which: number of the cost table of each layout. The sum over all nodes is that of every partition, and the same for
+    any number of recomputed blocks.
+    """
+    seconds = np.zeros(len(x))
+    if len(sharded := np.flatnonzero(x.fsdp)):
+        some = x.take(sharded)
+        partly = some.recompute_layers > 0
+        columns = (getattr(some, name) for name in (*NODE_COST_FIELDS, "recompute", "recompute_modules", "dp"))
+        first, each = alike(*columns, partly, *gathered_fields(some))
+        rows = zip(which[sharded[first]].tolist(), some.each(first), strict=True)
+        seconds[sharded] = np.array([_waiting_of_model(tables[i], layout) for i, layout in rows])[each]
+    return seconds
+
+
+def _waiting_of_model(table: CostTable, layout: Layout) -> float:
+    if table.units is None:
+        return 0.0
+    waiting = waiting_seconds(table.rows, table.units, table.job, layout).sum(axis=1)
+    return float(waiting @ table.structure.kind_counts)
+
+
 def _least_recomputed(table: CostTable, slowest: float) -> float:
     """Return the least T where the first blocks of a stage are recomputed and no stage is too slow.
 
-    Bound: T ≥ T₀ + V(0), with T₀ the seconds without recompute and V(i) the least recompute after cut point i.
-    V(i) = min(e_i + min V(j) over i < j ≤ l_i, ρ_i + V(i + 1)). A stage from i ends after its recomputed blocks, which
-    take e_i again, or all its segments are recomputed, of which the first takes ρ_i again. [i, l_i) is the longest
-    stage from i that takes no longer than the partitioner accepts.
+    Bound: T ≥ T₀ + q ρ, with T₀ the seconds without recompute, ρ those of recompute of all blocks, and q the least
+    share of its recompute that a stage has. A stage from cut point i has the least share if it is as long as the
+    partitioner accepts: what follows its first blocks is not recomputed.
     """
     stages = segment_sums(table, np.array(table.structure.cut_points), STEP_COLUMNS)
     assert stages.extra is not None and stages.extra_end is not None
-    far = stages.farthest(interleaved_memory.SLACK * WHOLE_BLOCKS * SLOWEST_FACTOR * slowest)
-    longest = np.minimum(stages.extra_end, stages.extra[far]) - stages.extra
-    rows = zip(far[:-1].tolist(), longest[:-1].tolist(), np.diff(stages.extra).tolist(), strict=True)
-    least = [0.0] * (len(stages) + 1)
-    for i, (end, recompute, one) in reversed([*enumerate(rows)]):
-        least[i] = min(recompute + min(least[i + 1 : end + 1], default=inf), one + least[i + 1])
-    return float(stages.sums[-1]) + least[0]
+    far = stages.farthest(_slowest_accepted(slowest))
+    every = stages.extra[far] - stages.extra
+    recomputed = np.minimum(stages.extra_end, stages.extra[far]) - stages.extra
+    some = every > 0
+    share = float((recomputed[some] / every[some]).min(initial=1.0))
+    return float(stages.sums[-1] + share * stages.extra[-1])
+
+
+def _slowest_accepted(slowest: float) -> float:
+    """Return the most seconds of a stage that the partitioner accepts. slowest: of the balanced partition's stages."""
+    return interleaved_memory.SLACK * WHOLE_BLOCKS * SLOWEST_FACTOR * slowest
 
 
 def _capped_nbytes(
-    lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, extra: Rows, largest_saved: Rows
+    lower_bounds: LowerBounds, bounded: BoundedLayouts, extra: Rows, saved: Rows, largest_saved: Rows
 ) -> Rows:
     """Return a lower bound of the rank with the most memory, for the partitions that the partitioner may choose.
 
-    Bound: peak ≥ R + (S + a K) / p + a W. No stage saves more than `largest_saved`; K are the `capped_activations`, S
-    is the state, R what no tensor holds, W workspace, libraries and p2p buffers. It is 0 where only the first blocks of
-    a stage are recomputed, because the sum over stages then depends on the partition.
+    Bound: peak ≥ R + (S + a K) / p + a W. All stages together save at least `saved` and none more than `largest_saved`
+    bytes of one micro-batch; K are the `capped_activations`, S is the state, R what no tensor holds, W workspace,
+    libraries and p2p buffers.
     """
     x, cache, costs = bounded.layouts, lower_bounds.cache, lower_bounds.costs
     pp, (boundary, workspace, library) = int(x.pp[0]), extra.T
     activations = interleaved_memory.capped_activations(
-        saved=sums[..., CostColumn.SAVED].sum(axis=1),
+        saved=saved,
         stage=largest_saved,
         received=boundary,
         pp=pp,
@@ -182,20 +210,27 @@ def _capped_nbytes(
     )
     state = costs.state_nbytes[bounded.base, x.shard] / pp + costs.runtime_nbytes[bounded.base]
     transient = workspace + library + memory.RECEIVE_BUFFERS * boundary
-    return np.where(x.recompute_layers, 0.0, memory.rank_memory(state, activations / pp, 1.0, transient))
+    return memory.rank_memory(state, activations / pp, 1.0, transient)
 
 
-def _largest_saved(tables: Sequence[CostTable], slowest: Rows) -> Rows:
-    """Return the most that a stage saves, by table, if no slower than the partitioner accepts: see `largest_stages`.
+def _saved_within_cap(tables: Sequence[CostTable], slowest: Rows, count: int) -> Rows:
+    """Return the least that `count` stages save together and the most that one saves: [2, tables].
 
-    slowest: seconds of the slowest stage of each balanced partition.
+    No stage is slower than the partitioner accepts; `slowest` are the seconds of the slowest stage of each balanced
+    partition. Bound: Σ a_s ≥ a − s F, with F the most that recompute of the first blocks of a stage frees.
     """
-    structure, rows = tables[0].structure, np.array([table.rows for table in tables])
-    columns = (rows[..., STEP_COLUMNS].sum(axis=2), rows[..., CostColumn.SAVED])
-    sums = np.zeros((2, len(tables), len(structure.kind_of_node) + 1))
-    sums[..., 1:] = np.cumsum([column[:, structure.kind_of_node] for column in columns], axis=2)
-    seconds, saved = sums[..., structure.cut_points]
-    return interleaved_memory.largest_stages(seconds, saved, slowest)
+    out = np.empty((2, len(tables)))
+    for i, (table, seconds) in enumerate(zip(tables, slowest.tolist(), strict=True)):
+        out[:, i] = _saved_under(table, _slowest_accepted(seconds), count)
+    return out
+
+
+def _saved_under(table: CostTable, cap: float, count: int) -> tuple[float, float]:
+    cuts = np.array(table.structure.cut_points)
+    saved = segment_sums(table, cuts, [CostColumn.SAVED])
+    far = segment_sums(table, cuts, STEP_COLUMNS).farthest(cap)
+    freed = 0.0 if saved.extra is None or saved.extra_end is None else float((saved.extra - saved.extra_end).max())
+    return float(saved.sums[-1]) - count * freed, float(saved(np.arange(len(cuts)), far).max())
 
 
 def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:

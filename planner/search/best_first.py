@@ -32,9 +32,9 @@ from .device_meshes import (
 )
 from .pricing import PartitionedLayout, Pricer
 
-BASES_AT_ONCE = 32  # base layouts that are opened together
-SMALLEST_BATCH, LARGEST_BATCH = 64, 512  # number of these layouts
-BATCH_RATIO = 1.01  # layouts are balanced together with those whose bound is at most this multiple of the least one
+BASES_AT_ONCE = 128  # base layouts that are opened together
+SMALLEST_BATCH, LARGEST_BATCH = 512, 4096  # number of these layouts
+BATCH_RATIO = 1.02  # layouts are balanced together with those whose bound is at most this multiple of the least one
 HORIZON_RATIO = 1.05  # the horizon lies this far beyond the least bound of all that is open
 
 
@@ -211,8 +211,10 @@ class Frontier:
         bounds = balanced_partition.balanced_bounds(pricer.balance_all, lower_bounds, batch, limit)
         each = (bounds.nbytes <= limit, bounds.expected_seconds, bounds.least_nbytes <= limit, batch.base)
         rows = zip(bounds.seconds.tolist(), *(column.tolist() for column in each), strict=True)
-        for i, (seconds, *row) in enumerate(rows):  # infeasible ones too: which layouts are opened next depends on them
-            self.push(seconds, BalancedLayout(pricer, batch.layouts, i, *row))
+        for i, (seconds, *row) in enumerate(rows):
+            entry = BalancedLayout(pricer, batch.layouts, i, *row)
+            if entry.may_fit or entry.feasible:
+                self.push(seconds, entry)
         self._add_opened(self._more_sharded(batch.take(bounds.nbytes > limit)))
 
     def _postpone(self) -> None:

@@ -53,7 +53,7 @@ from .variant_choices import FixedAxes
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
-SIMULATED = 100  # layouts that a search simulates in full, the best among them
+SIMULATED = 30  # layouts that a search simulates in full, the best among them
 PROVEN_MESHES = 5  # device meshes whose best layout is proven, as many as a report shows
 ROUNDING = 1 - 1e-10  # bounds and simulations add the same seconds in different orders
 INCUMBENT_TRIES = 512  # layouts that are tried for a first plan that fits
