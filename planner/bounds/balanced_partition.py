@@ -52,7 +52,7 @@ def balanced_bounds(
 ) -> BalancedBounds:
     """Return closer bounds of these layouts; `balance` gives the balanced partitions of several layouts.
 
-    limit: bytes of a rank. Bounds: see `_one_chunk_seconds`, `slowest_within_limit`, `_recompute_seconds` and
+    limit: bytes of a rank. Bounds: see `_passes_seconds`, `_one_chunk_seconds`, `slowest_within_limit` and
     `_capped_nbytes`. Where no partition fits, `least_nbytes` is above the limit.
     """
     x = bounded.layouts
@@ -69,15 +69,19 @@ def balanced_bounds(
         extra = np.array([(table.least_boundary, table.workspace, table.library) for table, _ in chosen], dtype=float)
         here, tables = stages == count, [table for table, _ in chosen]
         slowest = sums[..., STEP_COLUMNS].sum(axis=2).max(axis=1)
-        through = np.array([_least_seconds(*row) for row in zip(tables, slowest.tolist(), strict=True)])
+        saved, (plain, through) = np.zeros((2, len(tables))), np.zeros((2, len(tables)))
+        plain[:] = [_plain_seconds(table) for table in tables]
         if (x.vpp[here] > 1).any():
             saved = _saved_within_cap(tables, slowest, count)
+            through[:] = [_least_seconds(*row) for row in zip(tables, slowest.tolist(), strict=True)]
         row = np.zeros(len(first), dtype=np.intp)
         row[some] = np.arange(len(some))
         for pp in np.flatnonzero(np.bincount(x.pp[here])).tolist():
             mine = np.flatnonzero(here & (x.pp == pp))
             part, table = bounded.take(mine), row[which[mine]]
-            seconds[mine] = np.maximum(seconds[mine], _passes_seconds(lower_bounds, part, through[table] + waiting[mine]))
+            computing = plain if pp == count else through  # only with several chunks is a stage's time limited
+            passes = _passes_seconds(lower_bounds, part, computing[table] + waiting[mine])
+            seconds[mine] = np.maximum(seconds[mine], passes)
             nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[table], extra[table]))
             if pp == count:
                 stage = slowest[table]
@@ -123,7 +127,7 @@ def _one_chunk_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, slowe
 def _passes_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, through: Rows) -> Rows:
     """Return a lower bound of layouts, for the partitions that the partitioner may choose.
 
-    Bound: step ≥ c T + d h + A, with c and d of `pass_multiples` and `through` ≤ T of `_least_seconds`.
+    Bound: step ≥ c T + d h + A, with c and d of `pass_multiples` and `through` ≤ T, the seconds of one micro-batch.
     """
     x, m = bounded.layouts, bounded.layouts.microbatches(lower_bounds.cache.workload.batch)
     multiples = (column.astype(float) for column in (x.pp, m, x.microbatch_group_size))
@@ -133,13 +137,29 @@ def _passes_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, through:
     return seconds
 
 
+def _plain_seconds(table: CostTable) -> float:
+    """Return the seconds T₀ of one micro-batch through the model, without the recompute of first blocks."""
+    return float(table.rows[:, STEP_COLUMNS].sum(axis=1) @ table.structure.kind_counts)
+
+
 def _least_seconds(table: CostTable, slowest: float) -> float:
-    """Return the least T of partitions whose stages are not too slow."""
-    if table.recompute_rows is not None:
-        seconds = _least_recomputed(table, slowest)
-    else:
-        seconds = float(table.rows[:, STEP_COLUMNS].sum(axis=1) @ table.structure.kind_counts)
-    return seconds
+    """Return the least T of partitions whose stages are no slower than the partitioner accepts.
+
+    slowest: seconds of the slowest stage of the balanced partition. Bound, where only the first blocks of a stage are
+    recomputed: T ≥ T₀ + q ρ, with ρ the seconds of recompute of all blocks, and q the least share of its recompute that
+    a stage has. A stage from cut point i has the least share if it is as long as is accepted: what follows its first
+    blocks is not recomputed.
+    """
+    if table.recompute_rows is None:
+        return _plain_seconds(table)
+    stages = segment_sums(table, np.array(table.structure.cut_points), STEP_COLUMNS)
+    assert stages.extra is not None and stages.extra_end is not None
+    far = stages.farthest(_slowest_accepted(slowest))
+    every = stages.extra[far] - stages.extra
+    recomputed = np.minimum(stages.extra_end, stages.extra[far]) - stages.extra
+    some = every > 0
+    share = float((recomputed[some] / every[some]).min(initial=1.0))
+    return float(stages.sums[-1] + share * stages.extra[-1])
 
 
 def _waiting_seconds(x: Layouts, which: Column, tables: Sequence[CostTable]) -> Rows:
@@ -164,23 +184,6 @@ def _waiting_of_model(table: CostTable, layout: Layout) -> float:
         return 0.0
     waiting = waiting_seconds(table.rows, table.units, table.job, layout).sum(axis=1)
     return float(waiting @ table.structure.kind_counts)
-
-
-def _least_recomputed(table: CostTable, slowest: float) -> float:
-    """Return the least T where the first blocks of a stage are recomputed and no stage is too slow.
-
-    Bound: T ≥ T₀ + q ρ, with T₀ the seconds without recompute, ρ those of recompute of all blocks, and q the least
-    share of its recompute that a stage has. A stage from cut point i has the least share if it is as long as the
-    partitioner accepts: what follows its first blocks is not recomputed.
-    """
-    stages = segment_sums(table, np.array(table.structure.cut_points), STEP_COLUMNS)
-    assert stages.extra is not None and stages.extra_end is not None
-    far = stages.farthest(_slowest_accepted(slowest))
-    every = stages.extra[far] - stages.extra
-    recomputed = np.minimum(stages.extra_end, stages.extra[far]) - stages.extra
-    some = every > 0
-    share = float((recomputed[some] / every[some]).min(initial=1.0))
-    return float(stages.sums[-1] + share * stages.extra[-1])
 
 
 def _slowest_accepted(slowest: float) -> float:
@@ -217,7 +220,8 @@ def _saved_within_cap(tables: Sequence[CostTable], slowest: Rows, count: int) ->
     """Return the least that `count` stages save together and the most that one saves: [2, tables].
 
     No stage is slower than the partitioner accepts; `slowest` are the seconds of the slowest stage of each balanced
-    partition. Bound: Σ a_s ≥ a − s F, with F the most that recompute of the first blocks of a stage frees.
+    partition. Bound: Σ a_s ≥ max(a − s F, a'), with a the bytes that the model saves without recompute and a' with
+    recompute of all blocks, and F the most that recompute of the first blocks of a stage frees.
     """
     out = np.empty((2, len(tables)))
     for i, (table, seconds) in enumerate(zip(tables, slowest.tolist(), strict=True)):
@@ -229,8 +233,11 @@ def _saved_under(table: CostTable, cap: float, count: int) -> tuple[float, float
     cuts = np.array(table.structure.cut_points)
     saved = segment_sums(table, cuts, [CostColumn.SAVED])
     far = segment_sums(table, cuts, STEP_COLUMNS).farthest(cap)
-    freed = 0.0 if saved.extra is None or saved.extra_end is None else float((saved.extra - saved.extra_end).max())
-    return float(saved.sums[-1]) - count * freed, float(saved(np.arange(len(cuts)), far).max())
+    most, least = float(saved(np.arange(len(cuts)), far).max()), float(saved.sums[-1])
+    if saved.extra is not None and saved.extra_end is not None:
+        freed = float((saved.extra - saved.extra_end).max())
+        least = max(least - count * freed, least + float(saved.extra[-1]))
+    return least, most
 
 
 def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:

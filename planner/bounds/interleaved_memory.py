@@ -7,10 +7,10 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.layouts import Column, Rows
+from megaloom.planner.contract.layouts import Column
 from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.partition.dynamic_program import FloatVector
-from megaloom.planner.partition.local_search import ENUMERATED, SLOWEST_FACTOR
+from megaloom.planner.partition.local_search import ENUMERATED
 from megaloom.planner.pipeline import schedules
 
 from .base_costs import TINY
@@ -68,17 +68,3 @@ def capped_activations(
     last = np.take_along_axis(in_flight, full, axis=1)[:, 0]
     least: FloatVector = before * stage + (saved - full[:, 0] * stage) * last + later * received
     return least
-
-
-def largest_stages(seconds: Rows, saved: Rows, slowest: FloatVector) -> FloatVector:
-    """Return the most that a stage saves if it takes at most SLOWEST_FACTOR times `slowest`: [chains].
-
-    seconds, saved: sums over all segments before each cut point, [chains, cut points].
-    """
-    chains, points = seconds.shape
-    each = np.arange(chains)[:, None]
-    apart = seconds + 2 * each * seconds.max()  # one ascending row of all chains
-    cap = SLACK * SLOWEST_FACTOR * slowest[:, None]
-    far = apart.ravel().searchsorted((apart + cap).ravel(), side="right").reshape(chains, points) - 1 - points * each
-    most: FloatVector = (np.take_along_axis(saved, np.minimum(far, points - 1), axis=1) - saved).max(axis=1)
-    return most

@@ -60,6 +60,18 @@ def best_reasons(
     return tuple(reasons)
 
 
+def sharding_reason(best: Priced, without: Priced | None, nearest: Partition | None) -> str:
+    """Return what a plan gains by sharding gradients or weights.
+
+    without: the best layout that shards neither, None if none fits; nearest: then the one with the smallest deficit.
+    """
+    if without is not None:
+        difference = difference_text(best.prediction, without.prediction)
+        return f"Without sharded gradients and weights the best layout ({without.layout}) is {difference}."
+    reason = "Without sharded gradients and weights no layout fits the memory"
+    return f"{reason}." if nearest is None else f"{reason}. Of the nearest ({nearest.layout}), {deficit_text(nearest)}."
+
+
 def slower_neighbours(best: Priced, rivals: Iterable[Rival]) -> tuple[Rejected, ...]:
     """Return the slower neighbours, the fastest first, each with its difference."""
     slow = sorted((r.priced for r in rivals if r.priced.seconds > best.seconds), key=lambda priced: priced.seconds)

@@ -15,6 +15,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.capability import assumed_environment, needs_flex_attention
+from megaloom.planner.contract.choices import Shard
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
@@ -38,6 +39,7 @@ from .infeasible import (
     check_ranges,
     checked_fixed,
     gpus_option,
+    leanest,
     nothing_fits,
     nothing_legal,
 )
@@ -47,13 +49,14 @@ from .reasons import (
     Rejected,
     best_reasons,
     other_reasons,
+    sharding_reason,
     slower_neighbours,
 )
 from .variant_choices import FixedAxes
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
-SIMULATED = 30  # layouts that a search simulates in full, the best among them
+SIMULATED = 100  # layouts that a search simulates in full, the best among them
 PROVEN_MESHES = 5  # device meshes whose best layout is proven, as many as a report shows
 ROUNDING = 1 - 1e-10  # bounds and simulations add the same seconds in different orders
 INCUMBENT_TRIES = 512  # layouts that are tried for a first plan that fits
@@ -152,6 +155,8 @@ def plan(
     best, *others = best_of_each_mesh(simulated)
     shown = {priced.layout for priced in (best, *others)}
     rivals, rejected = priced_neighbours(best.layout, pricer, chosen)
+    wins, *rest = best_reasons(best, simulated[0], others, rivals, candidates.count, cluster)
+    gains = () if gap is not None else _sharding_gains(best, pricer, chosen)
     identity, experts = fingerprint(model), model_requirements(graph(model)).experts
     flex = needs_flex_attention(graph(model).nodes)
     environment = assumed_environment(runtime, cluster.device.name, experts, flex)
@@ -175,7 +180,7 @@ def plan(
         )
 
     return Found(
-        best=plan_of(best, best_reasons(best, simulated[0], others, rivals, candidates.count, cluster)),
+        best=plan_of(best, (wins, *gains, *rest)),
         others=tuple(plan_of(other, other_reasons(other, best)) for other in others),
         variants=tuple(plan_of(other, other_reasons(other, best)) for other in simulated if other.layout not in shown),
         rejected=rejected,
@@ -183,6 +188,17 @@ def plan(
         seconds=perf_counter() - began,
         gap=gap,
     )
+
+
+def _sharding_gains(best: Priced, pricer: Pricer, fixed: FixedAxes) -> tuple[str, ...]:
+    """Return what the best plan gains by sharding gradients or weights, if it does so and is free not to."""
+    if not best.layout.fsdp or {"shard", "reshard", "replicas"} & {*fixed}:
+        return ()
+    others = Candidates(pricer, {**fixed, "shard": Shard.OPTIMIZER})
+    if not others.count:
+        return ()
+    found = search(others, meshes=1, count=1)
+    return (sharding_reason(best, found[0], None) if found else sharding_reason(best, None, leanest(others)),)
 
 
 def search(candidates: Candidates, meshes: int = PROVEN_MESHES, count: int = PROVEN_MESHES) -> list[Priced]:

@@ -240,10 +240,17 @@ def test_the_reasons_have_numbers() -> None:
     assert str(best.layout) in best.reasons[0]
     assert "MFU" in best.reasons[0]
     assert "legal layouts" in best.reasons[0]
-    assert "of the step is computation" in best.reasons[1]
-    assert "GiB" in best.reasons[2]
-    assert len(best.reasons) > 4
-    assert all(" slower: " in reason for reason in best.reasons[3:])
+    assert best.layout.fsdp
+    assert "Without sharded gradients and weights the best layout" in best.reasons[1]
+    assert "of the step is computation" in best.reasons[2]
+    assert "GiB" in best.reasons[3]
+    assert len(best.reasons) > 5
+    assert all(" slower: " in reason for reason in best.reasons[4:])
+
+
+def test_a_plan_that_needs_sharded_weights_says_what_others_lack() -> None:
+    best = planned(DENSE, small("2xH100", 5), Workload(seq=128, batch=4), dp=2).best
+    assert "Without sharded gradients and weights no layout fits the memory. Of the nearest" in best.reasons[1]
 
 
 def test_progress_begins_early_and_ends_with_the_best() -> None:
