@@ -91,7 +91,7 @@ def find_plan(
         from .second_opinion import check_alone, print_opinion
 
         check_alone(job, chosen, result)
-        return print_opinion(run, job, result, positional)
+        return print_opinion(run, job, result, positional, words)
     if more:
         if model in _MEGALOOM_COMMANDS:
             raise UserError(f"{model} is a command of megaloom\nuse megaloom {shlex.join(positional)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from attrs import frozen
@@ -42,11 +43,15 @@ class RunOptions:
             if getattr(self, name):
                 raise UserError(f"{flag} has no effect without --from\ngive the file of a run: --from run.sh")
 
-    def given(self, positional: tuple[str, ...], gpus: str | None) -> RunInputs:
-        """Return what the user gives with the file. Raise UserError for a variable without a value."""
+    def given(self, positional: tuple[str, ...], gpus: str | None, flags: Sequence[str]) -> RunInputs:
+        """Return what the user gives with the file. Raise UserError for a variable without a value.
+
+        flags: flags of the program that replace those of the file, as NAME=VALUE, or NAME for a switch.
+        """
         from megaloom.dsl.errors import UserError
         from megaloom.planner.runs.megatron.read import Hints
         from megaloom.planner.runs.read import RunInputs
+        from megaloom.planner.runs.words import Origin, Word
 
         pairs = [text.partition("=") for text in self.env]
         for name, equals, _ in pairs:
@@ -57,6 +62,7 @@ class RunOptions:
             environment={name: value for name, _, value in pairs},
             positional=positional,
             devices=int(count) if count.isdigit() else None,
+            flags=tuple(Word("--" + flag.lstrip("-"), Origin("--set", n)) for n, flag in enumerate(flags, 1)),
             hints=Hints(vocab=self.vocab, version=self.version_of, ignored=self.ignore_flag),
         )
 

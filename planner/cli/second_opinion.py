@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -30,7 +31,9 @@ def check_alone(job: JobOptions, chosen: FixedAxes, result: ResultOptions) -> No
         raise UserError(f"{flag} has no effect with --from, which reads the run's own\ndrop it")
 
 
-def print_opinion(options: RunOptions, job: JobOptions, result: ResultOptions, positional: tuple[str, ...]) -> int:
+def print_opinion(
+    options: RunOptions, job: JobOptions, result: ResultOptions, positional: tuple[str, ...], flags: Sequence[str]
+) -> int:
     """Print the second opinion on a run. Return exit code 2 if the run breaks a rule, else 0."""
     from megaloom.planner.runs.opinion import second_opinion
     from megaloom.planner.runs.read import read_file
@@ -38,7 +41,7 @@ def print_opinion(options: RunOptions, job: JobOptions, result: ResultOptions, p
     from megaloom.planner.runs.text import opinion_text
 
     assert options.path is not None
-    given, seconds = options.given(positional, job.gpus), options.seconds()
+    given, seconds = options.given(positional, job.gpus, flags), options.seconds()
     run = read_file(options.path, given)
     if seconds is not None:
         run = evolve(run, measured=Measured(seconds))

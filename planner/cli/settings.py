@@ -13,7 +13,10 @@ from cyclopts.argument import update_argument_collection
 if TYPE_CHECKING:
     from megaloom.dsl.settings.arguments import Arguments
 
-SET_HELP = "Argument of the model's function or family, or field of a config.json: NAME=VALUE; repeat it for more."
+SET_HELP = (
+    "Argument of the model's function or family, or field of a config.json; with --from a flag of the run's program: "
+    "NAME=VALUE; repeat it for more."
+)
 SETTINGS_HELP = (
     "TOML or YAML file: a table [model] with arguments of the model's function, and tables [plan], [train], [show] "
     "with options."

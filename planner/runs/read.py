@@ -15,12 +15,15 @@ from .launch import Launch, launched_devices, training_commands
 from .megatron.log import is_log, read_log
 from .megatron.parser import parse_words, table
 from .megatron.read import ArgumentSource, Hints, read_run
-from .run import Devices, TrainingRun
+from .run import Devices, Note, TrainingRun
 from .settings import SettingsRun, settings_command, settings_text
 from .shell.read import script_of_text
 from .words import Origin, Script, Word
 
 LOG_BYTES = 2**28  # of a log; more than any that was seen
+MOST_ASSUMED = 5  # variables without a value that are named
+OF_LAUNCH = ("MASTER_", "CUDA_", "NCCL_", "WANDB_", "NODE_RANK")  # variables that say nothing of a training step
+SECRETS = ("_KEY", "_TOKEN")
 SETTINGS = frozenset({".yaml", ".yml", ".toml"})
 NOT_READ = {
     ".py": "a Python file",
@@ -38,6 +41,7 @@ class RunInputs:
     positional: Sequence[str] = ()
     devices: int | None = None
     hints: Hints = field(factory=Hints)
+    flags: tuple[Word, ...] = ()  # that stand after those of the file
 
 
 def read_file(path: str, given: RunInputs) -> TrainingRun:
@@ -100,11 +104,12 @@ def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
         )
     stated = launched_devices(launch, script.sbatch)
     devices = _devices(stated, given.devices, launch)
-    assumed = [f"the first of {len(launches)} training commands ({launch.program.origin})"] if len(launches) > 1 else []
-    assumed += [f"{one.kind} {one.name} not given ({one.origin})" for one in script.assumed[:3]]
+    assumed = [Note(f"the first of {len(launches)} training commands", launch.program.origin)] if launches[1:] else []
+    matter = [one for one in script.assumed if not (one.name.startswith(OF_LAUNCH) or one.name.endswith(SECRETS))]
+    assumed += [Note(f"{one.kind} {one.name} not given", one.origin) for one in matter[:MOST_ASSUMED]]
     if stated and devices.count != stated.count:
-        assumed.append(f"{devices.count} GPUs (`--gpus`), though the file starts {stated.count} ({stated.origin})")
-    arguments = parse_words((*launch.words, *deepspeed_words(launch.words, script.files)))
+        assumed.append(Note(f"{devices.count} GPUs (`--gpus`), though the file starts {stated.count}", stated.origin))
+    arguments = parse_words((*launch.words, *deepspeed_words(launch.words, script.files), *given.flags))
     return read_run(arguments, ArgumentSource(path, devices, tuple(assumed), hints=given.hints))
 
 

@@ -27,7 +27,7 @@ class Stated:
 
 @frozen
 class Note:
-    """A fact of a run that the prediction leaves out, or a name that misleads, with the line."""
+    """A sentence about a run, with the line that it is about: what is assumed, or what the prediction leaves out."""
 
     text: str
     origin: Origin | None = None
@@ -98,6 +98,6 @@ class TrainingRun:
     devices: Devices
     stated: tuple[Stated, ...] = ()
     notes: tuple[Note, ...] = ()
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[Note, ...] = ()
     measured: Measured | None = None
     edits: Edits | None = None

@@ -68,10 +68,9 @@ def _row(name: str, text: str) -> str:
 
 
 def _assumed(run: TrainingRun) -> Iterator[str]:
-    left_out = [note.text + _where(note.origin, run.path) for note in run.notes]
-    for name, texts in (("assumed", run.assumed), ("left out", left_out)):
-        for text in texts:
-            yield _row(name, printable(text))
+    for name, notes in (("assumed", run.assumed), ("left out", run.notes)):
+        for note in notes:
+            yield _row(name, printable(note.text + _where(note.origin, run.path)))
             name = ""
 
 

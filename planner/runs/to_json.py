@@ -66,7 +66,7 @@ def _read(run: TrainingRun) -> dict[str, Any]:
             }
             for fact in run.stated
         ],
-        "assumed": list(run.assumed),
+        "assumed": [note.text for note in run.assumed],
         "left_out": [note.text for note in run.notes],
         "measured": None if run.measured is None else _measured(run.measured),
     }

@@ -26,7 +26,8 @@ FORK_VALUES = """
 deepspeed_config|deepspeed-config data-impl valid-num-workers kill-switch-path codecarbon-dir train-tokens
 lr-decay-tokens lr-warmup-tokens checkpoint-num-layers DDP-impl:DDP_impl moe-eval-capacity-factor moe-min-capacity
 train-weighted-split-paths-path valid-weighted-split-paths-path test-weighted-split-paths-path log-level
-log-level-replica trigger-path inference-batch-size
+log-level-replica trigger-path max-padding-length patch-tokenizer-type dataset train-mode extra-vocab-size
+inference-batch-size
 """
 FORK_SEVERAL = "train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths"
 FORK_LITTLE = """

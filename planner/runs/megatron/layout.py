@@ -79,7 +79,7 @@ def _zero(a: Arguments) -> Shard:
     """Return what DeepSpeed shards. Its optimizer for bf16, which needs stage 0, shards its state as stage 1 does."""
     stage = a["zero_stage"]
     if stage is None:
-        refuse_run(a, "the ZeRO stage stands in a file of DeepSpeed: give it as --zero-stage", "deepspeed")
+        refuse_run(a, "the ZeRO stage stands in a file of DeepSpeed: give it as --set zero-stage=1", "deepspeed")
     if stage == 0 and a["bf16"]:
         return Shard.OPTIMIZER
     if stage not in (0, 1, 2, 3):

@@ -21,6 +21,9 @@ from .framework_flags import FRAMEWORK_FLAGS
 from .harmless_flags import HARMLESS
 from .judged_flags import JUDGED
 
+UNKNOWN_FLAG = "is not a known flag"
+EVERY_UNKNOWN = "unknown"  # what --ignore-flag calls all flags that are not known
+STRAY = "a word that belongs to no flag, at which the program stops; an array without quotes splits its words"
 # Values that another message asks for where they matter: the vocabulary.
 ASKED_ELSEWHERE = frozenset({"tokenizer_model", "tokenizer_name_or_path", "pp_partition_method"})
 
@@ -79,7 +82,12 @@ class Arguments:
             return any(name.removeprefix("--").replace("_", "-") in ignored for name in flag.names)
 
         given = {dest: one for dest, one in self.given.items() if not drop(one.flag)}
-        trouble = tuple(one for one in self.trouble if one.flag.replace("_", "-") not in ignored)
+        every = EVERY_UNKNOWN in ignored
+        trouble = tuple(
+            one
+            for one in self.trouble
+            if one.flag.replace("_", "-") not in ignored and not (every and UNKNOWN_FLAG in one.message)
+        )
         return evolve(self, given=given, trouble=trouble)
 
     def judged(self, effect: Effect) -> Iterator[GivenArgument]:
@@ -118,7 +126,7 @@ def defaults() -> Mapping[str, object]:
 
 def parse_words(words: Sequence[Word]) -> Arguments:
     """Return the arguments in the words after the name of the program."""
-    given, trouble, at = dict[str, GivenArgument](), list[Trouble](), 0
+    given, trouble, at, before = dict[str, GivenArgument](), list[Trouble](), 0, ""
     while at < len(words):
         word, at = words[at], at + 1
         if word.unknown and not looks_like_flag(word.text.partition("=")[0]):
@@ -126,8 +134,9 @@ def parse_words(words: Sequence[Word]) -> Arguments:
             continue
         name, equals, attached = word.text.partition("=")
         if not looks_like_flag(word.text):
-            trouble.append(Trouble("a word that belongs to no flag", word.origin))
+            trouble.append(Trouble(STRAY, word.origin, before))
             continue
+        before = _shown(name).lstrip("-")
         found = _find(name)
         values = tuple(takewhile(lambda w: not looks_like_flag(w.text), words[at:]))
         if isinstance(found, str):
@@ -183,7 +192,7 @@ def _find(name: str) -> Flag | str:
             return next(iter(found.values()))
         if found:
             return f"{_shown(name)} is the beginning of several flags of Megatron-LM"
-    return f"{_shown(name)} is not a known flag of Megatron-LM, so it may change mathematics, time or memory"
+    return f"{_shown(name)} {UNKNOWN_FLAG}"
 
 
 def _shown(name: str) -> str:

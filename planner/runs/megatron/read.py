@@ -18,7 +18,7 @@ from .flag import Effect
 from .layers import has_experts, hidden_channels, position_embedding
 from .layout import read_layout, read_workload
 from .model import REQUIRED, build_model, layer_starts
-from .parser import Arguments, GivenArgument, Trouble
+from .parser import EVERY_UNKNOWN, UNKNOWN_FLAG, Arguments, GivenArgument, Trouble
 from .profile import framework_profile, predicted_flags
 from .refusal import refuse_run
 from .stages import first_layers, layers_of_stages
@@ -44,7 +44,7 @@ class ArgumentSource:
 
     path: str
     devices: Devices
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[Note, ...] = ()
     measured: Measured | None = None
     version: str | None = None
     hints: Hints = field(factory=Hints)
@@ -72,9 +72,9 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
         refuse_run(a, "a stage without layers between others is not modelled", "pipeline_model_parallel_layout")
     assumed = list(source.assumed)
     if not a.complete and not a["deepspeed"] and not (hints.version or source.version):
-        assumed.append(f"release {NEWEST} of Megatron-LM, for what the file leaves to defaults (`--version-of`)")
+        assumed.append(Note(f"release {NEWEST} of Megatron-LM, for what the file leaves to defaults (`--version-of`)"))
     if origin and origin != "--vocab":
-        assumed.append(f"a vocabulary of {vocab:,} tokens: {origin} (`--vocab`)")
+        assumed.append(Note(f"a vocabulary of {vocab:,} tokens: {origin} (`--vocab`)"))
     run = TrainingRun(
         path=source.path,
         program="Megatron-DeepSpeed" if a["deepspeed"] else PROGRAM,
@@ -102,7 +102,15 @@ def _with_encoder(a: Arguments) -> Arguments:
 
 def trouble_text(trouble: list[Trouble]) -> str:
     """Return the message of a run that cannot be read: every cause on a line, and what is asked for."""
-    lines = list(dict.fromkeys(map(str, trouble)))
+    strange = {one.flag: one.origin for one in trouble if UNKNOWN_FLAG in one.message}
+    several = len(strange) > 1
+    lines = list(dict.fromkeys(str(one) for one in trouble if not (several and UNKNOWN_FLAG in one.message)))
+    if several:
+        names = ", ".join(f"--{name} ({origin.line_number})" for name, origin in strange.items())
+        lines.append(
+            f"{next(iter(strange.values())).path}: {len(strange)} flags are not known, so they may change mathematics, "
+            f"time or memory: {names}; `--ignore-flag {EVERY_UNKNOWN}` reads the run as if they were not there"
+        )
     asked = dict.fromkeys(one.name for cause in trouble for one in cause.asked if one.kind == "variable")
     if asked:
         lines.append(f"give {' '.join(f'--env {name}=…' for name in asked)}")

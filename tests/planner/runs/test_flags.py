@@ -100,7 +100,7 @@ def test_the_last_of_several_wins_and_prefixes_are_found() -> None:
         ("--bf16=1", "--bf16 takes no value"),
         ("--normalization GroupNorm", "--normalization must be one of LayerNorm, RMSNorm"),
         ("--rampup-batch-size 1 2", "--rampup-batch-size needs 3 values"),
-        ("--noop-layers 3", "--noop-layers is not a known flag of Megatron-LM"),
+        ("--noop-layers 3", "--noop-layers is not a known flag"),
         ("hello", "a word that belongs to no flag"),
     ],
 )
@@ -114,8 +114,10 @@ def test_what_argparse_refuses_is_named_with_its_line(text: str, message: str) -
 
 
 def test_flags_that_are_not_known_refuse_until_they_are_ignored() -> None:
+    assert "`--ignore-flag my-fork`" in refusal("--my-fork 3")
     message = refusal("--my-fork 3 --other")
-    assert "--ignore-flag my-fork" in message and "--ignore-flag other" in message
+    assert "2 flags are not known" in message and "--my-fork (7), --other (7); `--ignore-flag unknown`" in message
+    assert run_of("--my-fork 3 --other", ignored=("unknown",)).layout == run_of("").layout
     assert run_of("--my-fork 3 --other", ignored=("my-fork", "--other")).layout == run_of("").layout
 
 

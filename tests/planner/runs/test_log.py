@@ -66,7 +66,7 @@ def test_a_log_is_read_as_the_command_that_wrote_it(name: str, prefix: str) -> N
     ours, theirs = read_log(text, "run.log", None, Hints()), read_run(a, ArgumentSource("run.sh", Devices(world)))
     assert (ours.layout, ours.workload, ours.stages) == (theirs.layout, theirs.workload, theirs.stages)
     assert fingerprint(ours.model) == fingerprint(theirs.model)
-    assert not any("release" in text for text in ours.assumed)
+    assert not any("release" in note.text for note in ours.assumed)
 
 
 def measured(*seconds: float) -> TrainingRun:

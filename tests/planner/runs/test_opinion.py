@@ -174,6 +174,7 @@ def test_the_command_prints_json(script: Path, capsys: pytest.CaptureFixture[str
         (("--gpus", "H100", "--measured", "soon"), "--measured must be a time"),
         (("--gpus", "H100", "--version-of", "9.0"), "the defaults of Megatron-LM 9.0 are not known"),
         (("--gpus", "H100", "--env", "EXTRA_ARGS=--mine 3"), "--mine is not a known flag"),
+        (("--gpus", "H100", "--set", "num-layers=15"), "15 layers do not divide into pp 2 stages"),
     ],
 )
 def test_wrong_options_say_what_works(
