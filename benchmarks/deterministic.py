@@ -36,9 +36,7 @@ def main() -> int:
 
 def restart_is_bitwise_equal(plan: Plan, folder: Path, vocab: int) -> bool:
     """Return whether steps after a restart, and all weights and moments, have the bits of an uninterrupted run."""
-    straight, resumed = (
-        launcher.run(train_steps, (plan, folder, vocab, start), plan.layout.world) for start in (0, SAVED)
-    )
+    straight, resumed = (launcher.run(train_steps, (plan, folder, vocab, start), plan.layout) for start in (0, SAVED))
     return all(a[SAVED:] == b for a, b in zip(straight, resumed, strict=True))
 
 

@@ -83,7 +83,7 @@ def main() -> None:
     search = partial(plan, declared, cluster("2xCPU"), Workload(seq=64, batch=4, precision=Precision.FP32), ref=ref)
     print(text("search", entered(search)))
     made = search().best
-    print(text("Engine.build", launcher.run(built, (made,), made.layout.world)[0]))
+    print(text("Engine.build", launcher.run(built, (made,), made.layout)[0]))
     with TemporaryDirectory() as folder:
         run = partial(train, made, Recipe(steps=1), folder=Path(folder) / "run", source="synthetic")
         print(text("train, in the starting process", entered(run)))

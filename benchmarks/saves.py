@@ -41,7 +41,7 @@ def main() -> int:
         for asynchronous in (False, True):
             run = Path(folder) / str(asynchronous)
             print("asynchronous" if asynchronous else "synchronous", flush=True)
-            times = launcher.run(time_saves, (plan, run, asynchronous), plan.layout.world)[0]
+            times = launcher.run(time_saves, (plan, run, asynchronous), plan.layout)[0]
             size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) / 2**30
             step, meanwhile = (statistics.median(s or [0.0]) for s in (times.steps, times.steps_meanwhile))
             during = f", during a save {meanwhile:.3f} s" if asynchronous else ""

@@ -216,7 +216,7 @@ def main() -> None:
     for case in cases:
         try:
             it = planned(case, count, kind, precision)
-            ranks = launcher.run(trained, (it, STEPS), count)
+            ranks = launcher.run(trained, (it, STEPS), it.layout)
         except (UserError, launcher.RankError) as error:
             print(f"{case.model:<14}{str(error).splitlines()[-1]}", flush=True)
             continue

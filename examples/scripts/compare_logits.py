@@ -36,7 +36,7 @@ def difference(run: str, folder: str) -> tuple[float, float]:
     from megaloom.runtime import load_run
     from megaloom.runtime.launch import launcher
 
-    ranks = launcher.run(logits_on_rank, (run,), load_run(run).plan.layout.world)
+    ranks = launcher.run(logits_on_rank, (run,), load_run(run).plan.layout)
     tokens, ours = next(found for found in ranks if found is not None)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

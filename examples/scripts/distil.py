@@ -113,7 +113,7 @@ def main(**fixed: int) -> None:
     launcher.run(teach, (planned("teacher", dict.fromkeys(mesh, 1)), run), 1, timeout=300)
     made, of_larger = planned("student", mesh), planned("frozen_teacher", mesh)
     print(f"{made.layout}\nstep      loss  gradient norm  divergence  cross-entropy")
-    for step, r in enumerate(launcher.run(learn, (made, of_larger, run), made.layout.world, timeout=120)[0], 1):
+    for step, r in enumerate(launcher.run(learn, (made, of_larger, run), made.layout, timeout=120)[0], 1):
         both = f"{r.report['divergence']:10.5f}  {r.report['cross-entropy']:13.5f}"
         print(f"{step:4}  {r.loss:8.5f}  {r.grad_norm:13.5f}  {both}")
 

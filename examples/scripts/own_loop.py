@@ -44,5 +44,5 @@ if __name__ == "__main__":
     workload = Workload(seq=64, batch=8, precision=Precision.FP32)
     made = plan(model, cluster("2xCPU"), workload, ref=ref).best
     arguments = (made, Path("runs/own-loop"))
-    loss = train(*arguments) if started_by_launcher() else launcher.run(train, arguments, made.layout.world)[0]
+    loss = train(*arguments) if started_by_launcher() else launcher.run(train, arguments, made.layout)[0]
     print(f"held-out loss {loss:.3f}")

@@ -105,4 +105,4 @@ if __name__ == "__main__":
     declaration, ref = find(f"{__file__}:declared")
     workload = Workload(seq=SEQ, batch=4, precision=Precision.FP32)
     made = plan(declaration, cluster("2xCPU"), workload, ref=ref).best
-    print(launcher.run(train, (made, weights_of(mine)), made.layout.world)[0])
+    print(launcher.run(train, (made, weights_of(mine)), made.layout)[0])

@@ -46,7 +46,7 @@ def main(pp: int = 4, steps: int = STEPS) -> list[tuple[float, float]]:
 
     ref = f"{Path(__file__).resolve()}:small_t5"
     plans = [plan(small_t5(), cluster(f"{n}xCPU"), WORK, ref=ref, fixed={"pp": n, "vpp": 1}).best for n in (pp, 1)]
-    curves = [launcher.run(losses, (made, steps), made.layout.world, timeout=300)[0] for made in plans]
+    curves = [launcher.run(losses, (made, steps), made.layout, timeout=300)[0] for made in plans]
     print(f"step  {pp} stages   1 process   difference")
     for step, (staged, whole) in enumerate(zip(*curves, strict=True), 1):
         print(f"{step:4}  {staged:.6f}   {whole:.6f}    {abs(staged - whole):.1e}")

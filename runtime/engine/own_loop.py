@@ -56,7 +56,7 @@ def shard(
     if average is not None and not 0 <= average < 1:
         raise UserError(f"average must be a decay from 0 to below 1, such as 0.999; got {average:g}")
     if not dist.is_initialized():
-        join(plan.layout.world)
+        join(plan.layout)
     return Engine.build(
         plan,
         model,
@@ -77,5 +77,5 @@ def shard_frozen(model: Model, plan: Plan, weights: GivenValues) -> FrozenModel:
     """
     check_plan(plan, model)
     if not dist.is_initialized():
-        join(plan.layout.world)
+        join(plan.layout)
     return FrozenModel.build(plan, model, weights)

@@ -161,7 +161,7 @@ def timed_generate(
         job.trained.check()
         for note in job.notes:
             print(note, file=sys.stderr)
-        ranks = launcher.run(generate_on_rank, (job,), job.layout.world, timeout=timeout)
+        ranks = launcher.run(generate_on_rank, (job,), job.layout, timeout=timeout)
         written, seconds = next(found for found in ranks if found is not None)
         return generations(job, prompts, written), seconds
 

@@ -33,12 +33,13 @@ import torch.distributed as dist
 from attrs import define, field
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.host import usable_cores
 
 from . import rank
 from .rank import Failure, RankContext, Returned
-from .rank_environment import rank_environment, threads_per_rank
+from .rank_environment import rank_environment, threads_per_rank, world_of
 from .rank_errors import RankError, ending_of, hang_text, names_of, only_waited
 from .rendezvous import started_by_launcher
 from .stop_signals import STOPPING, SignalWords, handled, say
@@ -56,15 +57,16 @@ Result = TypeVar("Result")
 def run(
     entry: Callable[..., Result],
     args: tuple[Any, ...],
-    world: int,
+    ranks: int | Layout,
     *,
     timeout: float | None = None,
     grace: float = END_SECONDS,
     collective_timeout: timedelta = rank.COLLECTIVE_TIMEOUT,
     words: SignalWords = SignalWords(),  # noqa: B008 (frozen)
 ) -> list[Result]:
-    """Call `entry(*args)` on each of `world` ranks of this machine, and return the values in the order of ranks.
+    """Call `entry(*args)` on each rank of this machine, and return the values in the order of ranks.
 
+    ranks: their layout, if they have one, which says what their environment should be; or their number.
     `entry` must be importable; `args` and values must be small and picklable. Rank 0 writes to this process's stdout
     and stderr. The output of another rank is shown only if it dies without a traceback.
 
@@ -73,6 +75,7 @@ def run(
     Ranks receive SIGUSR2 as it is; they have it blocked until they unblock it. words: what is said at once to signals.
     Raise the first real error of any rank: its UserError, else a RankError.
     """
+    world = world_of(ranks)
     check(world)
     if not device.gpu_count():
         device.prepare()  # once, here: forked ranks inherit it
@@ -83,20 +86,20 @@ def run(
         socket.create_server(("127.0.0.1", 0), backlog=4 * world) as server,
         ThreadPoolExecutor(1) as starter,
     ):
-        ranks = Ranks(world, Path(folder), collective_timeout)
+        started = Ranks(world, Path(folder), collective_timeout, None if isinstance(ranks, int) else ranks)
         try:
             # Fork from a thread that has not computed: OpenMP's workers belong to the thread that created them, and a
             # forked copy of that thread would wait for them forever. The thread must live on: ranks die with it.
-            starter.submit(ranks.start, server.getsockname()[1], job).result()
+            starter.submit(started.start, server.getsockname()[1], job).result()
             # The ranks' rendezvous, on a socket that already listens. Its thread starts after the forks: a forked
             # process would inherit the thread's locks without the thread.
             store = dist.TCPStore(
                 *server.getsockname(), is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
             )
-            ranks.watch(caught, None if timeout is None else time.monotonic() + timeout, grace)
-            return ranks.values()
+            started.watch(caught, None if timeout is None else time.monotonic() + timeout, grace)
+            return started.values()
         finally:
-            ranks.end()
+            started.end()
             store = None  # noqa: F841 # an error's traceback would keep the store and its thread alive
 
 
@@ -139,6 +142,7 @@ class Ranks:
     world: int
     folder: Path
     collective_timeout: timedelta
+    layout: Layout | None = None
     began: float = field(factory=time.monotonic, init=False)
     processes: list[Any] = field(factory=list, init=False)
     ended: dict[int, float] = field(factory=dict, init=False)  # rank -> time.monotonic() when its end was seen
@@ -147,7 +151,7 @@ class Ranks:
         """Start all processes. Each is on the list before the next one starts."""
         context: Any = multiprocessing.get_context("spawn" if device.gpu_count() else "fork")
         threads = threads_per_rank(self.world)
-        with rank_environment(threads), warnings.catch_warnings():
+        with rank_environment(threads, self.layout), warnings.catch_warnings():
             # Python 3.12 warns about forking with other threads; our main thread only waits.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             # Block these until a rank has installed its own handlers; the inherited ones would swallow them.

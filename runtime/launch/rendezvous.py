@@ -13,9 +13,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.megatron import device
 
 from . import rank
+from .rank_environment import CONNECTIONS, connections, world_of
 from .rank_errors import names_of
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -37,13 +39,16 @@ def started_by_launcher() -> bool:
     return "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
-def join(world: int | None = None, timeout: timedelta = rank.COLLECTIVE_TIMEOUT) -> None:
+def join(ranks: int | Layout | None = None, timeout: timedelta = rank.COLLECTIVE_TIMEOUT) -> None:
     """Initialize torch.distributed from the environment. Collectives fail after `timeout`.
 
+    ranks: the layout of the plan, which also says how many connections a rank has to its GPU; or their number.
     A rank of torchrun ends with its agent, even if that is killed. Raise UserError if variables are missing or do not
-    fit together, the number of ranks is not `world`, or ranks do not come within the timeout.
+    fit together, the number of ranks is another, or ranks do not come within the timeout.
     """
-    number, size, local = launched(world)
+    number, size, local = launched(None if ranks is None else world_of(ranks))
+    if isinstance(ranks, Layout):
+        os.environ.setdefault(CONNECTIONS, connections(ranks))  # before CUDA starts
     device.prepare()
     if not dist.is_initialized():
         if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -113,9 +113,7 @@ def _evaluate(
         check_labels(maker.graph, [source], loaded_steps(steps), ref=plan.model)
     with TemporaryDirectory(prefix="megaloom-") as temporary:
         texts, digest = open_texts(asked, folder, maker, Path(temporary))
-        done = launcher.run(
-            _evaluate_on_rank, (plan, folder, texts, reading, steps), plan.layout.world, timeout=timeout
-        )[0]
+        done = launcher.run(_evaluate_on_rank, (plan, folder, texts, reading, steps), plan.layout, timeout=timeout)[0]
     changed = [] if sources or digest == found.manifest.data else [_CHANGED.format(step=found.manifest.step)]
     notes = (*done.notes, *changed, steps_note(steps, file_of_run(folder)))
     return evolve(done, notes=tuple(filter(None, notes)), part=asked.part, split=asked.split)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.agreement import agreed, from_first_rank
-from megaloom.runtime.launch.rank_environment import CONNECTIONS, default_variables
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 
 from .collected_signals import WHILE_TRAINING
@@ -39,9 +37,7 @@ def owned_folder(plan: Plan, options: RunOptions) -> Iterator[None]:
         with locked(folder), advice_if_rank_failed(folder):
             yield
         return
-    for name, value in _connections(plan).items():
-        os.environ.setdefault(name, value)  # CUDA has not started yet
-    join(plan.layout.world, options.start.distributed_timeout)
+    join(plan.layout, options.start.distributed_timeout)
     check_same_plan(plan, options)
     with errors_with_rank(folder), ExitStack() as stack:
         agreed(lambda: stack.enter_context(locked(folder)) if dist.get_rank() == 0 else None, names_rank=False)
@@ -62,24 +58,14 @@ def launch_run(run: TrainingRun) -> Summary:
     """Train on all ranks, and return the summary, which is equal on all of them."""
     if started_by_launcher():
         return train_on_this_rank(run)
-    with default_variables(_connections(run.plan)):
-        return launcher.run(
-            train_on_this_rank,
-            (run,),
-            run.plan.layout.world,
-            grace=SAVE_SECONDS,
-            collective_timeout=run.options.start.distributed_timeout,
-            words=WHILE_TRAINING,
-        )[0]
-
-
-def _connections(plan: Plan) -> dict[str, str]:
-    """Return the connections of a rank to its GPU, if a plan wants others than usual, as an environment variable.
-
-    Gathers of sharded weights have streams of their own. Llama 3 8B on two H100s, weights sharded: a step takes 1,450
-    ms with CUDA's usual 8 connections, 1,620 ms with one.
-    """
-    return {CONNECTIONS: "8"} if plan.layout.fsdp else {}
+    return launcher.run(
+        train_on_this_rank,
+        (run,),
+        run.plan.layout,
+        grace=SAVE_SECONDS,
+        collective_timeout=run.options.start.distributed_timeout,
+        words=WHILE_TRAINING,
+    )[0]
 
 
 def train_on_this_rank(run: TrainingRun) -> Summary:

@@ -152,10 +152,10 @@ def compare(
     dropping = () if reference or plan.layout.world == 1 else layout_dropout(model, plan.layout)
     with tempfile.TemporaryDirectory(prefix="megaloom-verify-") as folder:
         file = Path(folder) / "gradients.pt"
-        planned = launcher.run(short_run, (plan, steps, seed, file, dropping), plan.layout.world, timeout=timeout)[0]
+        planned = launcher.run(short_run, (plan, steps, seed, file, dropping), plan.layout, timeout=timeout)[0]
         other = reference or single_process(plan, model)
         arguments = (other, steps, seed, file, dropping)
-        expected, gradients = launcher.run(reference_run, arguments, other.layout.world, timeout=timeout)[0]
+        expected, gradients = launcher.run(reference_run, arguments, other.layout, timeout=timeout)[0]
     within = tolerance(plan.workload.precision) if within is None else within
     return Comparison(planned, expected, within, gradients, dropping)
 

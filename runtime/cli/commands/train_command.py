@@ -22,6 +22,7 @@ from megaloom.dsl.settings.reference import check_same
 from megaloom.planner.cli.arguments import fixed_fields
 from megaloom.planner.contract.capability import differences
 from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, PlanError
@@ -39,7 +40,7 @@ from megaloom.runtime.cli.outside import outside_text
 from megaloom.runtime.cli.printing import fail, print_on_first_rank
 from megaloom.runtime.cli.report import comparison_report, plan_report, summary_report
 from megaloom.runtime.launch.agreement import agreed, gathered
-from megaloom.runtime.launch.rendezvous import join, launched, started_by_launcher
+from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.environment import current_environment
 from megaloom.runtime.optimizer.recipe import Recipe
@@ -109,8 +110,9 @@ class TrainCommand:
         planned, machine = is_run(self.model) or _is_plan(self.model), None
         if not started_by_launcher():
             return self._existing() if planned else self._searched(None)
-        launched(_planned_world(self.model) or self.plan_options.workload.devices)  # before waiting for other ranks
-        join(timeout=self.options.start.distributed_timeout)  # each rank reads files of its own: errors go to all
+        layout = _planned_layout(self.model)
+        ranks = layout or self.plan_options.workload.devices
+        join(ranks, self.options.start.distributed_timeout)  # each rank reads files of its own: errors go to all
         if not all(gathered(planned)):
             machine = this_machine(None, self._precision)  # by all ranks, before one of them refuses something
         return agreed(self._existing if planned else lambda: self._searched(machine))
@@ -205,12 +207,12 @@ def _is_plan(model: str) -> bool:
     return content is Content.PLAN or (content is Content.OTHER and model.endswith(".json"))
 
 
-def _planned_world(model: str) -> int | None:
-    """Return the ranks of the plan that the argument MODEL is or has; None if there is none, or it cannot be read."""
+def _planned_layout(model: str) -> Layout | None:
+    """Return the layout of the plan that the argument MODEL is or has; None if there is none, or it cannot be read."""
     try:
         if is_run(model):
-            return load(Path(model) / PLAN_NAME).layout.world
-        return load(model).layout.world if _is_plan(model) else None
+            return load(Path(model) / PLAN_NAME).layout
+        return load(model).layout if _is_plan(model) else None
     except UserError:
         return None  # raised on all ranks once they have met
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.launch import launcher, rank, rank_environment
 from megaloom.runtime.launch.launcher import RankError
 from megaloom.runtime.megatron import device
@@ -289,3 +290,13 @@ def test_allocator_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(rank_environment.allocator_variables().values()) == {"expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     assert rank_environment.allocator_variables() == {}
+
+
+def test_sharded_weights_have_more_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(rank_environment.CONNECTIONS, raising=False)
+    due = {Layout(tp=2): "1", Layout(dp=2, shard="gradients"): "8", Layout(dp=2, tp=2, shard="weights"): "8"}
+    for layout, connections in due.items():
+        assert launcher.run(os.getenv, (rank_environment.CONNECTIONS,), layout, timeout=LIMIT) == (
+            [connections] * layout.world
+        )
+    assert launcher.run(os.getenv, (rank_environment.CONNECTIONS,), 1, timeout=LIMIT) == ["1"]
