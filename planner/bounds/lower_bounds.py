@@ -145,7 +145,7 @@ class LowerBounds:
             x.pp.astype(float), x.vpp, m.astype(float), x.microbatch_group_size.astype(float)
         )
         gathering = self._gathering_seconds(x, base)
-        waiting = self.cache.job.sm_share * gathering
+        waiting = self.cache.job.contention.least * gathering
         seconds = self._pipeline_seconds(x, base, passes, waiting) + sends * costs.send_seconds[base]
         mean = self._passes_seconds(x, base, m / x.pp, waiting) + after[:, 1]
         nbytes = self._nbytes(x, base, self._modes(x))

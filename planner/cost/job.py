@@ -14,6 +14,7 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.model.structure import ModelStructure
 
+from .contention import Contention
 from .intervals import interval, run_class
 from .profiles.frameworks import OWN
 from .profiles.groups import FrameworkProfile
@@ -67,6 +68,14 @@ class Job:
         this project; CHANNELS are 12 % of its multiprocessors.
         """
         return CHANNELS / self.cluster.device.units if self.cluster.device.units > CHANNELS else 0.0
+
+    @cached_property
+    def contention(self) -> Contention:
+        """Return what gathers and reductions of sharded weights and the computation beside them lose."""
+        settings = self.profile.sharded_weights
+        if settings.lost_speed is None or "fp8" not in self.cluster.device.flops:  # before Hopper
+            return Contention(self.sm_share, 1.0)
+        return Contention(settings.lost_speed, settings.stretch)
 
     @cached_property
     def library_nbytes(self) -> int:

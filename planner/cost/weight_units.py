@@ -2,7 +2,8 @@
 
 A unit is gathered for a pass and freed after it, as torch's `fully_shard` does: the weights of a block, and those of
 each node outside blocks, such as the embedding and the head. The next unit is gathered while one computes; the
-gradients of a unit are reduced while the unit before it computes. What takes longer than the computation is exposed.
+gradients of a unit are reduced while the unit before it computes. What takes longer than the computation is exposed,
+and computation beside a collective is slower (`Job.contention`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from . import communication
 from .columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
 from .job import Job
 from .memory import MASTER
+
+# Share of the bandwidth of larger groups that an all-gather and a reduce-scatter between two GPUs of a node reach, of
+# tensors from 64 MiB on: 200 to 277 GB/s, where four GPUs reach 256 to 328 (H100, torch 2.11, NCCL 2.28, 2026-11-27).
+# An all-reduce reaches 0.93.
+PAIR = 0.82
 
 
 @frozen(eq=False)
@@ -109,8 +115,8 @@ def waiting_seconds(rows: Rows, units: WeightUnits, job: Job, layout: Layout) ->
         copied = moved / job.cluster.device.moves
     out = []
     for columns, took in ((FORWARD_COLUMNS, gathered), (BACKWARD_COLUMNS, gathered + reduced)):
-        hidden = np.minimum(took, settings.hidden * units.kinds @ rows[:, columns].sum(axis=1))
-        exposed = took - hidden + hidden * job.sm_share + copied
+        compute = settings.hidden * units.kinds @ rows[:, columns].sum(axis=1)
+        exposed = job.contention.exposed_seconds(took, compute) + copied
         by_element = units.counts * exposed / np.maximum(sizes.sum(axis=1), 1)
         out.append(by_element @ units.kinds / np.maximum(units.counts @ units.kinds, 1))
     seconds: Rows = units.elements.sum(axis=1)[:, None] * np.array(out).T
@@ -126,7 +132,15 @@ def _unit_seconds(transition: Transition, nbytes: Rows, job: Job, layout: Layout
     if kind is None:
         return np.zeros(len(nbytes))
     seconds = np.zeros(len(nbytes))
-    for column, axis in zip(nbytes.T.tolist(), ("dp", "edp"), strict=True):
+    for column, axis in zip(nbytes.T, ("dp", "edp"), strict=True):
         group = communication.process_group(axis, layout)
-        seconds += [communication.state_collective_seconds(kind, job.cluster, layout, (n, group)) for n in column]
+        moved = (column / _pair_share(group, job)).tolist()
+        seconds += [communication.state_collective_seconds(kind, job.cluster, layout, (n, group)) for n in moved]
     return seconds
+
+
+def _pair_share(group: communication.ProcessGroup, job: Job) -> float:
+    """Return the share of the bandwidth of larger groups that gathers and reductions of a group reach."""
+    cluster = job.cluster
+    within = communication.group_nodes(group.size, group.stride, cluster.per_node, cluster.count)[0] == 1
+    return PAIR if group.size == 2 and within and cluster.device.units > 1 else 1.0

@@ -161,7 +161,14 @@ class ShardedWeightSettings:
         unit="passes",
         source="torch 2.13, fully_shard/_fsdp_collectives.py: split_with_sizes_copy reads and writes it once",
     )
-
+    lost_speed: float | None = setting(
+        None,
+        "speed that computation since Hopper loses beside gathers and reductions; none: that of their multiprocessors",
+        unit="share",
+    )
+    stretch: float = setting(
+        1.0, "seconds of a gather or reduction beside computation since Hopper, of its seconds alone", unit="times"
+    )
     keeps_gradients: bool = setting(False, "shards of gradients stay from one step to the next")
     narrow_shard_nbytes: int = setting(
         0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"

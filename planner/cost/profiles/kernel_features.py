@@ -9,6 +9,7 @@ from .groups import ContextCommunication, Feature
 
 _H200 = "benchmarks/steps.py and benchmarks/kernels.py on an H200"
 _H100 = "profiles of DeepSeek-V3 and GPT-OSS layers on an H100, torch 2.11, 2026-11-23"
+_BESIDE = "two H100, torch 2.11 (cuBLAS 13), NCCL 2.28 with 24 channels, 2026-11-27"
 _SUMS = "one kernel reads all copies of tokens once and writes their sums"
 
 
@@ -82,6 +83,19 @@ MEGALOOM_KERNELS = Feature(
     optimizer={
         "step_moved_nbytes": coded(4 + 8 + 28, "gradient norm reads 4, scaling moves 8; torch.optim.AdamW(fused=True)"),
         "step_held_nbytes": coded(0, "torch.optim, _fused_adamw: in place"),
+    },
+    sharded_weights={
+        "lost_speed": measured(
+            1 / 3,
+            f"{_BESIDE}: products of Llama 3 8B beside all-gathers and reduce-scatters reach 0.67 of their speed with "
+            "2,048 tokens (they take 1.25 to 1.9 times as long), 0.76 with 4,096, and 0.82 with 8,192, where a "
+            "collective waits longer for the end of a product, so that it delays them as much in all",
+        ),
+        "stretch": measured(
+            1.5,
+            f"{_BESIDE}, a step of Llama 3 8B with 2,048 tokens: an all-gather of 436 MB takes 1.29 ms and a "
+            "reduce-scatter of 872 MB 2.55; alone they take 0.87 and 1.66",
+        ),
     },
 )
 
