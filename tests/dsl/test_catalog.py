@@ -46,10 +46,13 @@ def message(ref: str) -> str:
 
 
 def test_examples_by_name() -> None:
+    of_files = {ref.partition(":")[0]: name for name, ref in examples().items()}
+    assert len(of_files) > 10
     for name, ref in examples().items():
         m, canonical = find(name)
         assert (m.name.replace(".", "-"), canonical) == (name, ref)
-        assert fingerprint(find(canonical)[0]) == fingerprint(m)
+        if name in of_files.values():
+            assert fingerprint(find(canonical)[0]) == fingerprint(m)
 
 
 def test_the_only_model_of_a_file(write) -> None:
