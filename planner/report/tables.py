@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from math import floor, log10
+from math import floor, isfinite, log10
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -97,7 +97,7 @@ def _prediction_cells(plan: Plan, size: Unit, time: Unit) -> dict[str, str]:
 def _interval(ends: tuple[float, float], time: Unit) -> str:
     """Return both ends of an interval with at least two digits: 6.5-9.1."""
     values = [end / time.size for end in ends]
-    return "-".join(f"{x:.{max(0, 1 - floor(log10(x)))}f}" for x in values)
+    return "-".join(f"{x:.{max(0, 1 - floor(log10(x)))}f}" if isfinite(x) else f"{x}" for x in values)
 
 
 def rank_table(plan: Plan, graph: Graph) -> Table:
