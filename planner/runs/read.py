@@ -17,6 +17,8 @@ from .megatron.parser import parse_words, table
 from .megatron.read import ArgumentSource, Hints, read_run
 from .run import Devices, Note, TrainingRun
 from .settings import SettingsRun, settings_command, settings_text
+from .settings.published import published_model
+from .settings.torchtitan_words import torchtitan_words
 from .shell.read import script_of_text
 from .words import Origin, Script, Word
 
@@ -78,12 +80,19 @@ def file_text(path: str) -> str:
 
 def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> TrainingRun:
     """Return the run of a settings file, or of settings on a command line."""
+    assumed = f"{settings.framework}'s settings as flags of Megatron-LM; the prediction is for Megatron-core"
     if settings.framework == "torchtitan":
-        raise UserError(f"{path} is a file of torchtitan, whose runs are not read yet")
-    if settings.model and not any(word.text == "--num-layers" for word in settings.words):
-        model = settings.model
-        raise UserError(f"{model.origin}: {settings.framework} trains {model.text}, of which the file has no sizes")
-    return _of_script(settings.script(path), path, given)
+        words = tuple(torchtitan_words(settings.words, path, given.devices))
+        settings = evolve(settings, words=words, program="train.py")
+    elif settings.model and not any(word.text == "--num-layers" for word in settings.words):
+        name = settings.model
+        model = published_model(name.text)
+        if model is None:
+            raise UserError(f"{name.origin}: {settings.framework} trains {name.text}, of which the sizes are not known")
+        settings = evolve(settings, words=(*model.words(name), *settings.words))
+        assumed += f"; the sizes of {name.text} as it was published"
+    run = _of_script(settings.script(path), path, given)
+    return evolve(run, assumed=(assumed, *run.assumed))
 
 
 def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:

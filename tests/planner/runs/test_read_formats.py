@@ -59,13 +59,63 @@ deepspeed --num_gpus 8 pretrain_gpt.py {MODEL} {BATCH} --fp16 --deepspeed --deep
 
 def test_runs_without_sizes_or_sequence_are_refused_by_name() -> None:
     verl = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
-    with pytest.raises(UserError, match=r"run\.sh:1: verl trains org/m, of which the file has no sizes"):
+    with pytest.raises(UserError, match=r"run\.sh:1: verl trains org/m, of which the sizes are not known"):
         run(verl + "actor_rollout_ref.model.path=org/m")
     slime = f"python train.py {MODEL} --rollout-batch-size 32 --tensor-model-parallel-size 2"
     with pytest.raises(UserError, match="slime packs its sequences"):
         run(slime)
-    with pytest.raises(UserError, match="torchtitan"):
-        run('[model]\nflavor = "8B"\n[training]\nseq_len = 2048\n', "run.toml")
+
+
+def test_a_model_that_is_only_named_has_its_published_sizes() -> None:
+    verl = """python3 -m verl.trainer.main_ppo trainer.nnodes=1 trainer.n_gpus_per_node=8 \\
+  actor_rollout_ref.model.path=Qwen/Qwen3-8B-Base data.max_prompt_length=1024 data.max_response_length=1024 \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=2 \\
+  actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \\
+  actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+"""
+    read = run(verl, devices=None)
+    facts = {fact.name: fact.value for fact in read.stated}
+    assert (facts["layers"], facts["hidden size"], facts["ffn hidden size"]) == ("36", "4096", "12288")
+    assert (read.layout.tp, read.layout.dp, read.workload.batch, read.workload.seq) == (2, 4, 128, 2048)
+    assert "as it was published" in read.assumed[0]
+
+
+TITAN = """[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+seq_len = 4096
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def test_torchtitan_with_fsdp_over_replicas() -> None:
+    read = run(TITAN, "run.toml", 32)
+    x = read.layout
+    assert (x.tp, x.dp, x.replicas, x.micro_batch, x.sequence_parallel) == (2, 16, 2, 2, True)
+    assert x.shard is Shard.WEIGHTS and read.workload.batch == 32
+    assert run(TITAN.replace("local_", "global_batch_size = 64\nlocal_"), "run.toml", 32).workload.batch == 64
+    assert run(TITAN.replace("shard_degree = -1", "shard_degree = 1"), "run.toml", 32).layout.shard is Shard.NONE
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"full"', '"selective"', r"run\.toml:12: activation checkpointing `selective`"),
+        ('"8B"', '"debugmodel"', r"run\.toml:3: the sizes of torchtitan's llama3 debugmodel are not known"),
+        ("tensor_parallel_degree = 2", "tensor_parallel_degree = 3", "not a multiple of tp × pp × cp = 3"),
+        ("local_batch_size = 2", "", "does not state training.local_batch_size"),
+    ],
+)
+def test_torchtitan_files_that_are_refused(old: str, new: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(TITAN.replace(old, new), "run.toml", 32)
 
 
 def test_a_flag_of_a_framework_is_known() -> None:
