@@ -8,6 +8,8 @@ from pathlib import PurePath
 
 from attrs import evolve, frozen
 
+from megaloom.dsl.errors import UserError
+
 from .run import Devices
 from .words import Command, Origin, Script, Word
 
@@ -24,6 +26,29 @@ MARKS = frozenset(
         "--max-position-embeddings",
     }
 )
+# Programs that take Megatron-LM's flags and train no GPT, by a part of their path.
+OTHER_PROGRAMS = {
+    "bert": "a BERT",
+    "t5": "an encoder-decoder",
+    "ict": "a retriever",
+    "retro": "a model with retrieval",
+    "vision": "a vision model",
+    "vlm": "a model of images and text",
+    "multimodal": "a model of images and text",
+    "mimo": "a model of several inputs",
+    "mamba": "a model with Mamba layers",
+    "hybrid": "a model with Mamba layers",
+    "tasks": "a classifier, or evaluates",
+    "generat": "nothing: it generates text",
+    "server": "nothing: it generates text",
+    "inference": "nothing: it generates text",
+    "eval": "nothing: it evaluates",
+    "checkpoint": "nothing: it converts checkpoints",
+    "convert": "nothing: it converts checkpoints",
+    "export": "nothing: it writes a model for other programs",
+    "quantize": "nothing: it quantizes a model",
+}
+USUAL_PROGRAM = "pretrain_gpt.py"
 MACHINES = ("nnodes", "num_nodes", "nodes")
 PER_MACHINE = ("nproc_per_node", "num_gpus", "gpus_per_node", "ntasks_per_node")
 
@@ -48,6 +73,15 @@ def training_commands(script: Script) -> Iterator[Launch]:
                 if len(MARKS & {w.text.partition("=")[0] for w in _all_words(after)}) >= 2:
                     yield Launch(words[:i], word, after, command)
                     break
+
+
+def check_program(program: Word) -> None:
+    """Raise UserError for a program that takes Megatron-LM's flags and trains no GPT."""
+    path = PurePath(program.text)
+    words = {part for name in path.parts[-3:] for part in name.removesuffix(".py").replace("-", "_").split("_")}
+    for mark, what in OTHER_PROGRAMS.items():
+        if any(word == mark or (len(mark) > 4 and word.startswith(mark)) for word in words):
+            raise UserError(f"{program.origin}: {path.name} trains {what}; only training of GPT is read")
 
 
 def _all_words(words: Sequence[Word]) -> Iterator[Word]:

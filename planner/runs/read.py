@@ -9,9 +9,10 @@ from pathlib import Path
 from attrs import evolve, field, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.quoting import shortened
 
 from .deepspeed_file import deepspeed_words
-from .launch import Launch, launched_devices, training_commands
+from .launch import USUAL_PROGRAM, Launch, check_program, launched_devices, training_commands
 from .megatron.log import is_log, read_log
 from .megatron.parser import parse_words, table
 from .megatron.read import ArgumentSource, Hints, read_run
@@ -111,9 +112,12 @@ def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
             f"{rollout.origin}: slime packs its sequences, so the file states no sequence length\n"
             "give a command line of Megatron-LM with the same model and layout, and --seq-length"
         )
+    check_program(launch.program)
     stated = launched_devices(launch, script.sbatch)
     devices = _devices(stated, given.devices, launch)
     assumed = [Note(f"the first of {len(launches)} training commands", launch.program.origin)] if launches[1:] else []
+    if (name := Path(launch.program.text).name) != USUAL_PROGRAM:
+        assumed.append(Note(f"{shortened(name, 40)} trains as Megatron-LM's {USUAL_PROGRAM}", launch.program.origin))
     matter = [one for one in script.assumed if not (one.name.startswith(OF_LAUNCH) or one.name.endswith(SECRETS))]
     assumed += [Note(f"{one.kind} {one.name} not given", one.origin) for one in matter[:MOST_ASSUMED]]
     if stated and devices.count != stated.count:

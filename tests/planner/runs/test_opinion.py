@@ -194,3 +194,25 @@ def test_files_of_other_kinds_are_refused_by_their_kind(name: str, tmp_path: Pat
     (tmp_path / name).write_text("x = 1\n")
     with pytest.raises(UserError, match="which is not read"):
         read_file(str(tmp_path / name), RunInputs())
+
+
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        ("pretrain_bert.py", "a BERT"),
+        ("examples/multimodal/train.py", "a model of images and text"),
+        ("tools/run_text_generation_server.py", "nothing: it generates text"),
+        ("tasks/main.py", "a classifier"),
+    ],
+)
+def test_programs_that_train_no_gpt_are_refused_by_their_name(program: str, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT.replace("pretrain_gpt.py", program))
+    with pytest.raises(UserError, match=f"trains {what}"):
+        read_file(str(path), RunInputs())
+
+
+def test_another_name_of_the_program_is_said_to_be_assumed(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT.replace("pretrain_gpt.py", "train_llama.py"))
+    assert "train_llama.py trains as" in read_file(str(path), RunInputs()).assumed[0].text
