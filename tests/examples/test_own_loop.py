@@ -1,8 +1,12 @@
 """The loop of examples/scripts trains, continues from its checkpoint, and runs under torchrun."""
 
-import subprocess
-import sys
+import multiprocessing
+import os
+import runpy
+import socket
 from pathlib import Path
+
+import pytest
 
 from megaloom.dsl.catalog import find
 from megaloom.examples.scripts.own_loop import train
@@ -30,10 +34,24 @@ def test_the_program_has_about_forty_lines() -> None:
     assert len(lines) < 50
 
 
-def test_it_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "megaloom.examples.scripts.own_loop"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    assert "step 15: loss" in done.stdout
+def program(rank: int, port: int, folder: Path) -> None:
+    """Run the program as one of two processes of torchrun, which says so by these variables."""
+    os.chdir(folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    runpy.run_module("megaloom.examples.scripts.own_loop", run_name="__main__")
+
+
+def test_it_runs_as_processes_of_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`tests/runtime/cli/test_main.py` starts torchrun itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=program, args=(rank, port, tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(LIMIT)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert "step 15: loss" in capfd.readouterr().out
     assert (tmp_path / "runs/own-loop/step-000020").exists()

@@ -88,7 +88,7 @@ def continued_under(plan: Plan, folder: Path, steps: int) -> list[tuple[float, f
 
 @pytest.mark.parametrize(
     ("name", "precision", "layouts", "within"),
-    [("tiny_mixtral", "fp32", SPARSE, 1e-5), ("tiny_llama", "bf16", DENSE, 0.01)],
+    [("tiny_mixtral", "fp32", SPARSE, 1e-5), ("tiny_llama", "bf16", DENSE[::2], 0.01)],
 )
 def test_moments_and_averages_go_on(
     name: str, precision: str, layouts: list[Layout], within: float, plan_of: Callable[..., Plan], tmp_path: Path
