@@ -93,7 +93,7 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
         settings = evolve(settings, words=(*model.words(name), *settings.words))
         assumed += f"; the sizes of {name.text} as it was published"
     run = _of_script(settings.script(path), path, given)
-    return evolve(run, assumed=(assumed, *run.assumed))
+    return evolve(run, assumed=(Note(assumed), *run.assumed))
 
 
 def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:

@@ -77,7 +77,7 @@ def test_a_model_that_is_only_named_has_its_published_sizes() -> None:
     facts = {fact.name: fact.value for fact in read.stated}
     assert (facts["layers"], facts["hidden size"], facts["ffn hidden size"]) == ("36", "4096", "12288")
     assert (read.layout.tp, read.layout.dp, read.workload.batch, read.workload.seq) == (2, 4, 128, 2048)
-    assert "as it was published" in read.assumed[0]
+    assert "as it was published" in read.assumed[0].text
 
 
 TITAN = """[model]
