@@ -46,6 +46,9 @@ OTHER_PROGRAMS = {
     "checkpoint": "nothing: it converts checkpoints",
     "convert": "nothing: it converts checkpoints",
     "export": "nothing: it writes a model for other programs",
+    "hf2mc": "nothing: it converts checkpoints",
+    "hf2meg": "nothing: it converts checkpoints",
+    "analyze": "nothing: it analyses data",
     "quantize": "nothing: it quantizes a model",
 }
 USUAL_PROGRAM = "pretrain_gpt.py"

@@ -11,7 +11,9 @@ from megaloom.dsl.facts.parameters import params
 from megaloom.dsl.quoting import printable
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.cost.measured_memory import held_bytes, upper_bytes
+from megaloom.planner.report.lint import ALL_RULES
 from megaloom.planner.report.units import format_count
+from megaloom.planner.rules.rule import Owner
 from megaloom.planner.search.reasons import format_nbytes, format_seconds, peak_nbytes
 
 from .opinion import Opinion
@@ -19,6 +21,7 @@ from .run import Edit, Stated, TrainingRun
 from .words import Origin
 
 SCREEN_WIDTH = 110
+OF_PLANNER = frozenset(rule.id for rule in ALL_RULES if rule.owner is Owner.PLANNER)  # the program itself has none
 CLOSE = 0.01  # share of the step below which a run's layout is called as fast as the best
 
 
@@ -78,9 +81,15 @@ def _rules(opinion: Opinion) -> Iterator[str]:
     if not opinion.broken:
         yield "\nRules broken: none"
         return
-    yield f"\nRules broken: {len(opinion.broken)}, so this run does not start, or computes something else"
-    for violation in opinion.broken:
-        yield _row("", f"{violation.message} [{violation.rule}]; {violation.fix}")
+    wrong = [one for one in opinion.broken if one.rule not in OF_PLANNER]
+    limits = [one for one in opinion.broken if one.rule in OF_PLANNER]
+    for heading, broken in (
+        (f"Rules broken: {len(wrong)}, so this run does not start, or computes something else", wrong),
+        ("Not modelled, though the program may run it", limits),
+    ):
+        if broken:
+            yield f"\n{heading}"
+            yield from (_row("", f"{one.message} [{one.rule}]; {one.fix}") for one in broken)
 
 
 def _predicted(opinion: Opinion, plan: Plan) -> Iterator[str]:
