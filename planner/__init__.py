@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .contract.workload import Runtime as Runtime
     from .contract.workload import Workload as Workload
     from .hardware.cluster_names import cluster as cluster
+    from .report.run_cost import RunCost as RunCost
+    from .report.run_cost import fewest_devices as fewest_devices
+    from .report.run_cost import training_cost as training_cost
+    from .report.token_budget import TokenBudget as TokenBudget
     from .rules.rule import Violation as Violation
     from .rules.rules import violations as violations
     from .search.search import Found as Found
@@ -38,6 +42,8 @@ EXPORTS = {
     **dict.fromkeys(("Precision", "Runtime", "Workload"), "contract.workload"),
     **dict.fromkeys(("load", "save"), "contract.plan_json"),
     **dict.fromkeys(("Plan", "PlanError"), "contract.plans"),
+    **dict.fromkeys(("RunCost", "fewest_devices", "training_cost"), "report.run_cost"),
+    "TokenBudget": "report.token_budget",
     "Violation": "rules.rule",
     "violations": "rules.rules",
     **dict.fromkeys(("Found", "plan"), "search.search"),

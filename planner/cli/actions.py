@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
     from megaloom.planner.contract.devices import Cluster
     from megaloom.planner.contract.plans import Plan
+    from megaloom.planner.report.token_budget import TokenBudget
     from megaloom.planner.search.search import Found
     from megaloom.planner.search.variant_choices import FixedAxes
 
     from .plan_options import JobOptions
 
 
-def print_scaling(model: Model, job: JobOptions, fixed: FixedAxes, *, pareto: bool, as_json: bool) -> None:
+def print_scaling(
+    model: Model, job: JobOptions, fixed: FixedAxes, budget: TokenBudget | None, *, pareto: bool, as_json: bool
+) -> None:
     """Search each cluster of a range, or each memory limit, and print the best layouts as a table or as JSON."""
     from rich.console import Console
 
@@ -64,11 +67,11 @@ def print_scaling(model: Model, job: JobOptions, fixed: FixedAxes, *, pareto: bo
     if as_json:
         from megaloom.planner.report.to_json import scaling_json
 
-        print(json.dumps(scaling_json(found, params(model)), indent=1))
+        print(json.dumps(scaling_json(found, params(model), budget), indent=1))
     else:
-        from megaloom.planner.report.scaling_table import scaling_table
+        from megaloom.planner.report.scaling_table import scaling_report
 
-        show(scaling_table(found, params(model)), sys.stdout)
+        show(scaling_report(found, model, budget), sys.stdout)
 
 
 def print_rules(as_json: bool) -> int:
@@ -164,23 +167,35 @@ def default_batch(machine: Cluster) -> int:
     return machine.count * max(1, min(8, 1024 // machine.count))
 
 
-def print_report(found: Found, declared: Model, top: int, assumed: Sequence[str], path: str) -> None:
+def print_report(
+    found: Found, declared: Model, top: int, assumed: Sequence[str], path: str, budget: TokenBudget | None
+) -> None:
     """Print the report of a search. `assumed` are the options that were not given; the plan was written to `path`."""
     from rich.console import Group
     from rich.text import Text
 
-    from megaloom.dsl.facts.parameters import params
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
-    from megaloom.planner.report.goodput import MANY_DEVICES, goodput, goodput_text
     from megaloom.planner.report.text import search_report
 
     best, g = found.best, graph(declared)
-    foot = f"\n{_next_step(best, declared, g, path)}"
-    if best.cluster.count >= MANY_DEVICES:
-        lasting = goodput(params(declared), best.workload.precision, best.cluster, best.predicted.step_seconds)
-        foot = f"\nIn a long run {goodput_text(lasting)}\n{foot}" if lasting else foot
+    foot = f"\n{_long_run(best, declared, budget)}{_next_step(best, declared, g, path)}"
     show(Group(Text(_head(found, declared, assumed)), search_report(found, g, top), Text(foot)), sys.stdout)
+
+
+def _long_run(best: Plan, declared: Model, budget: TokenBudget | None) -> str:
+    """Return the paragraph on goodput and on what the tokens of a budget take; empty if neither is wanted."""
+    from megaloom.dsl.facts.parameters import params
+    from megaloom.planner.report.goodput import MANY_DEVICES, goodput, goodput_text
+    from megaloom.planner.report.run_cost import assumed_text, cost_text, training_cost
+
+    lines = []
+    if budget:
+        lines = [cost_text(training_cost(best, declared, budget), budget), assumed_text(best.cluster)]
+    if budget or best.cluster.count >= MANY_DEVICES:
+        lasting = goodput(params(declared), best.workload.precision, best.cluster, best.predicted.step_seconds)
+        lines += [f"In a long run {goodput_text(lasting)}"] if lasting else []
+    return "".join(f"{line}\n" for line in lines) + ("\n" if lines else "")
 
 
 def _head(found: Found, declared: Model, assumed: Sequence[str]) -> str:

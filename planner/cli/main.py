@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from .adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
 from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, reject_rounded, unwrap_help, usage_error
+from .budget_options import NO_BUDGET, BudgetOptions
 from .plan_options import DEFAULT_JOB, DEFAULT_RESULT, JobOptions, ResultOptions
 from .process import cyclic_gc_disabled, run_and_flush
 from .run_options import NO_RUN, RunOptions
@@ -24,6 +25,7 @@ from .versions import VERSION_HELP, installed_versions
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Model
+    from megaloom.planner.report.token_budget import TokenBudget
     from megaloom.planner.search.variant_choices import FixedAxes
 
 app = App(
@@ -61,6 +63,7 @@ def find_plan(
     *more: Annotated[str, Parameter(show=False)],
     run: Annotated[RunOptions, Parameter(name="*")] = NO_RUN,
     job: Annotated[JobOptions, Parameter(name="*")] = DEFAULT_JOB,
+    cost: BudgetOptions = NO_BUDGET,
     words: SetOption = [],  # noqa: B006
     settings: SettingsOption = None,
     fixed: FixedLayout = NOTHING_FIXED,
@@ -85,7 +88,8 @@ def find_plan(
     from .actions import print_rules
 
     result.check()
-    chosen = fixed_fields(fixed)
+    cost.check_searched(run=run.path is not None, lint=result.lint, pareto=result.pareto)
+    budget, chosen = cost.budget(), fixed_fields(fixed)
     positional = (() if model is None else (model,)) + more
     if run.path is not None:
         from .second_opinion import check_alone, print_opinion
@@ -104,10 +108,17 @@ def find_plan(
     result.check_files()
     declared, ref = find(model, model_arguments(words, settings))
     declared = adapters.added_to(declared, ref)
-    return _plan_or_list(declared, ref, job, chosen, result)
+    return _plan_or_list(declared, ref, job, chosen, result, budget)
 
 
-def _plan_or_list(declared: Model, ref: str, job: JobOptions, chosen: FixedAxes, result: ResultOptions) -> int | None:
+def _plan_or_list(
+    declared: Model,
+    ref: str,
+    job: JobOptions,
+    chosen: FixedAxes,
+    result: ResultOptions,
+    budget: TokenBudget | None,
+) -> int | None:
     """Print the broken rules, the layouts of a range of clusters or the Pareto front if asked to; else plan."""
     from megaloom.dsl.graph import graph
     from megaloom.planner.hardware.cluster_names import cluster, is_range
@@ -119,12 +130,19 @@ def _plan_or_list(declared: Model, ref: str, job: JobOptions, chosen: FixedAxes,
         return print_lint(graph(declared), machine, job.workload(declared, machine), chosen, result.as_json)
     if result.pareto or is_range(job.cluster_name):
         result.check_no_plan(job.cluster_name)
-        print_scaling(declared, job, chosen, pareto=result.pareto, as_json=result.as_json)
+        print_scaling(declared, job, chosen, budget, pareto=result.pareto, as_json=result.as_json)
         return None
-    return _plan(declared, ref, job, chosen, result)
+    return _plan(declared, ref, job, chosen, result, budget)
 
 
-def _plan(declared: Model, ref: str, job: JobOptions, chosen: FixedAxes, result: ResultOptions) -> int | None:
+def _plan(
+    declared: Model,
+    ref: str,
+    job: JobOptions,
+    chosen: FixedAxes,
+    result: ResultOptions,
+    budget: TokenBudget | None,
+) -> int | None:
     """Search a plan, print it, and write its files. Return 130 if the search was interrupted."""
     from megaloom.planner.contract.plan_json import save
     from megaloom.planner.hardware.cluster_names import cluster
@@ -145,9 +163,9 @@ def _plan(declared: Model, ref: str, job: JobOptions, chosen: FixedAxes, result:
         from megaloom.dsl.facts.parameters import params
         from megaloom.planner.report.to_json import search_json
 
-        print(json.dumps(search_json(found, result.top, params(declared)), indent=1))
+        print(json.dumps(search_json(found, result.top, params(declared), budget), indent=1))
     else:
-        print_report(found, declared, result.top, job.assumed, path)
+        print_report(found, declared, result.top, job.assumed, path, budget)
         for picture in filter(None, (result.html, result.trace)):
             print(f"wrote {picture}")
     return None if found.gap is None else 130

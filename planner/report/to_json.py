@@ -6,7 +6,7 @@ Names of fields are part of the interface: JSON_VERSION goes up when one changes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
@@ -18,7 +18,9 @@ from megaloom.planner.cost.measured_memory import upper_bytes
 from megaloom.planner.report.goodput import goodput
 from megaloom.planner.search.reasons import peak_nbytes
 
+from .run_cost import cost_json, costs_of_points, fewest_devices, run_cost
 from .tables import exposed_communication
+from .token_budget import TokenBudget
 
 if TYPE_CHECKING:
     from megaloom.planner.search.scaling import ScalingPoint
@@ -28,17 +30,17 @@ if TYPE_CHECKING:
 JSON_VERSION = 2
 
 
-def search_json(result: Found, top: int, params: int) -> dict[str, Any]:
+def search_json(result: Found, top: int, params: int, budget: TokenBudget | None = None) -> dict[str, Any]:
     """Return a search as JSON: the best layouts, best first, and similar layouts with the cause why they lose.
 
     A cause is a rule, memory or time. An interrupted search has `possible_gain`: the share of its step time by which
-    the best layout may still be improved.
+    the best layout may still be improved. With a budget each plan has `run`: the days and money for its tokens.
     """
     plans = (result.best, *result.next(top - 1))
     near = {r.layout: r.cause for r in (*result.rejected, *result.slower)}
     return {
         "version": JSON_VERSION,
-        "plans": [{**_plan(p), "goodput": _goodput(p, params)} for p in plans],
+        "plans": [{**_plan(p), "goodput": _goodput(p, params), **_run(p, params, budget)} for p in plans],
         "rejected": [
             {"layout": layout_to_json(x), "cause": cause}
             for x, cause in near.items()
@@ -51,6 +53,12 @@ def search_json(result: Found, top: int, params: int) -> dict[str, Any]:
 def _goodput(plan: Plan, params: int) -> dict[str, Any] | None:
     estimate = goodput(params, plan.workload.precision, plan.cluster, plan.predicted.step_seconds)
     return None if estimate is None else asdict(estimate)
+
+
+def _run(plan: Plan, params: int, budget: TokenBudget | None) -> dict[str, Any]:
+    if budget is None:
+        return {}
+    return {"run": cost_json(run_cost(plan.cluster, plan.workload, plan.predicted, params, budget), budget)}
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -72,10 +80,22 @@ def _plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def scaling_json(points: Iterable[ScalingPoint], params: int) -> dict[str, Any]:
-    """Return the best layout on each cluster; a cluster on which no legal layout fits has the field `gpus` only."""
+def scaling_json(points: Sequence[ScalingPoint], params: int, budget: TokenBudget | None = None) -> dict[str, Any]:
+    """Return the best layout on each cluster; a cluster on which no legal layout fits has the field `gpus` only.
+
+    With a budget each has `run`; with a time in it, `fewest_gpus` is the smallest cluster that meets it, or None.
+    """
     rows = [{"gpus": str(p.cluster), **(_best(p.cluster, p.best, params) if p.best else {})} for p in points]
-    return {"version": JSON_VERSION, "points": rows}
+    result: dict[str, Any] = {"version": JSON_VERSION, "points": rows}
+    if budget is None:
+        return result
+    costs = costs_of_points(points, params, budget)
+    for row, cost in zip(rows, costs, strict=True):
+        row |= {} if cost is None else {"run": cost_json(cost, budget)}
+    if budget.within_seconds is not None:
+        best = fewest_devices(costs, budget)
+        result["fewest_gpus"] = None if best is None else str(best.cluster)
+    return result
 
 
 def _best(cluster: Cluster, best: Priced, params: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ REASONS = {
     "dsl/show/table.py": "start-up time: rich",
     "planner/cli/actions.py": COMMAND,
     "planner/cli/arguments.py": COMMAND,
+    "planner/cli/budget_options.py": COMMAND,
     "planner/cli/adapter_options.py": COMMAND,
     "planner/cli/compare.py": COMMAND,
     "planner/cli/explain.py": COMMAND,
