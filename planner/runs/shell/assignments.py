@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaloom.planner.runs.shell.arithmetic import ArithmeticUnknownError
+from megaloom.planner.runs.shell.branches import Flow
 from megaloom.planner.runs.shell.builtins import declared
-from megaloom.planner.runs.shell.evaluator import Evaluator, Flow
+from megaloom.planner.runs.shell.evaluator import Evaluator
 from megaloom.planner.runs.shell.source import ShellSyntaxError
 from megaloom.planner.runs.shell.state import (
     Associative,

@@ -9,9 +9,9 @@ from attrs import evolve
 
 from megaloom.planner.runs.shell.arithmetic import ArithmeticUnknownError
 from megaloom.planner.runs.shell.assignments import AssignmentEvaluator, CommandWords
+from megaloom.planner.runs.shell.branches import Flow
 from megaloom.planner.runs.shell.builtins import BUILTINS
 from megaloom.planner.runs.shell.conditions import BINARY, BracketCondition, Surroundings
-from megaloom.planner.runs.shell.evaluator import Flow
 from megaloom.planner.runs.shell.folders import Folders, moved
 from megaloom.planner.runs.shell.printing import echoed, formatted
 from megaloom.planner.runs.shell.pure import FILTERS, PURE_PROGRAMS, READING_FILES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import posixpath
 
 from megaloom.planner.runs.shell.assignments import CommandWords
+from megaloom.planner.runs.shell.branches import Flow
 from megaloom.planner.runs.shell.commands import CommandEvaluator
-from megaloom.planner.runs.shell.evaluator import Flow
 from megaloom.planner.runs.shell.folders import Folders
 from megaloom.planner.runs.shell.parser import ShellParser
 from megaloom.planner.runs.shell.sbatch import batch_variables, sbatch_options
