@@ -2,14 +2,14 @@
 
 Each bound is replaced in turn by a weaker one that costs nothing, and each cache by none. Printed are the processor
 seconds of a search without it, the layouts that it then refines (partitions within the memory limit) and simulates, and
-the node costs that it computes, as multiples of the complete search. The best plan must stay. The last line of a name
-has the seconds of all searches together: what saves less than a tenth of them is not worth its code.
+the node costs that it computes, as multiples of the complete search. The best plan must stay. The last table has the
+seconds of all searches together: what saves less than a tenth of them is not worth its code.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from time import process_time
@@ -28,7 +28,6 @@ from megaloom.planner.bounds.pipeline import pass_multiples
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost import cost_cache
 from megaloom.planner.cost.cost_table import CostTable, cost_table
-from megaloom.planner.partition.partitioner import levelled
 from megaloom.planner.search import best_first, candidates, pricing
 from megaloom.planner.search.pricing import Pricer
 
@@ -63,8 +62,8 @@ def _mean_of_one_chunk(pp: Any, vpp: Any, m: Any, group: Any) -> Any:
 def _balanced(name: str) -> Callable[..., BalancedBounds]:
     """Return `balanced_bounds` without one of its columns."""
 
-    def weaker(balance: Any, bounds: Any, bounded: Any, limit: Any) -> BalancedBounds:
-        whole = balanced_bounds(balance, bounds, bounded, limit)
+    def weaker(balance: Any, bounds: Any, bounded: Any) -> BalancedBounds:
+        whole = balanced_bounds(balance, bounds, bounded)
         plain = {
             "expected_seconds": whole.seconds,
             "nbytes": bounded.nbytes,
@@ -85,7 +84,6 @@ REMOVALS = {
     "large_batch_seconds": Removal(candidates, "large_batch_seconds", lambda base, _: np.zeros(len(base))),
     "interleaved_multiples": Removal(pipeline, "pass_multiples", _mean_passes),
     "pass_multiples, 1F1B": Removal(pipeline, "pass_multiples", _mean_of_one_chunk),
-    "first_backward_multiple": Removal(pipeline, "first_backward_multiple", lambda pp, *_: np.ones(len(pp))),
     "end_of_step_bound": Removal(lower_bounds, "end_of_step_bound", lambda x, *_: np.zeros((len(x), 2))),
     "sends": Removal(base_costs, "_send_seconds", lambda base, _: np.zeros(len(base))),
     "interleaved_nbytes": Removal(interleaved_memory, "interleaved_nbytes", lambda state, *_: np.zeros(len(state))),
@@ -95,17 +93,12 @@ REMOVALS = {
     ),
     "waiting for sharded weights": Removal(balanced_partition, "_waiting_seconds", lambda x, *_: np.zeros(len(x))),
     "gathers of sharded weights": Removal(LowerBounds, "_gathering_seconds", lambda _, x, __: np.zeros(len(x))),
-    "balanced seconds": Removal(balanced_partition, "_one_chunk_seconds", lambda _, bounded, __: bounded.seconds),
-    "slowest_within_limit": Removal(
-        balanced_partition, "slowest_within_limit", lambda _, __, ___, slowest, *____: slowest
-    ),
     "expected seconds": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("expected_seconds")),
     "balanced bytes": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("nbytes")),
     "capped stages": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("least_nbytes")),
     "step_lower_bound": Removal(pricing, "step_lower_bound", lambda partition: 0.0),
     "cache of cost tables": Removal(Pricer, "cost_table", _new_table),
     "cache of balanced partitions": Removal(Pricer, "_balance", lambda _, problem: problem.balanced),
-    "cache of levelled partitions": Removal(Pricer, "_level", lambda _, problem, even: levelled(problem, even)),
 }
 
 
@@ -131,32 +124,32 @@ def searched(name: str, machine: str, work: Workload) -> tuple[Counter[str], flo
         return counts, found.best.predicted.step_seconds, process_time() - began
 
 
-def compared(removal: Removal, case: tuple[str, str, Workload]) -> tuple[str, float, float]:
-    """Return what a search counts without one bound or cache, as multiples of the complete search, and both times.
+def without(removal: Removal, case: tuple[str, str, Workload]) -> tuple[Counter[str], float, float]:
+    """Return what a search counts without one bound or cache, its best step time, and its processor seconds."""
+    with patch.object(removal.owner, removal.name, removal.weaker):
+        return searched(*case)
 
-    Both searches run twice in alternation; the shorter times count.
-    """
-    complete, removed = [], []
-    for _ in range(2):
-        complete.append(searched(*case))
-        with patch.object(removal.owner, removal.name, removal.weaker):
-            removed.append(searched(*case))
-    (all_counts, best, _), (counts, step, _) = complete[0], removed[0]
-    ratios = [f"{key} {counts[key] / max(1, all_counts[key]):.2f}" for key in ("refined", "simulate", "node_cost")]
-    took, without = (min(seconds for *_, seconds in runs) for runs in (complete, removed))
-    other = "" if abs(step / best - 1) < 1e-9 else "  another plan"
-    text = f"seconds {without / took:.2f} of {took:.2f}  {'  '.join(ratios)} of {all_counts['refined']}{other}"
-    return text, took, without
+
+def multiples(now: Counter[str], complete: Counter[str]) -> str:
+    """Return the counts of a search as multiples of those of the complete search."""
+    return "  ".join(f"{key} {now[key] / max(1, complete[key]):.2f}" for key in ("refined", "simulate", "node_cost"))
 
 
 def main() -> None:
-    for name in sys.argv[1:] or REMOVALS:
-        took = without = 0.0
-        for case in SEARCHES:
-            text, *times = compared(REMOVALS[name], case)
-            took, without = took + times[0], without + times[1]
-            print(f"{name:<30}{case[0]:<14}{case[1]:<10}{text}", flush=True)
-        print(f"{name:<30}{'together':<24}seconds {without / took:.2f}", flush=True)
+    names, total = sys.argv[1:] or [*REMOVALS], defaultdict[str, float](float)
+    for case in SEARCHES:
+        counts, best, took = searched(*case)
+        runs = [(name, *without(REMOVALS[name], case)) for name in names]
+        took = min(took, searched(*case)[-1])
+        total["complete"] += took
+        print(f"{case[0]} on {case[1]}: {took:.2f} s, {counts['refined']} layouts refined", flush=True)
+        for name, less, step, seconds in runs:
+            total[name] += seconds
+            other = "" if abs(step / best - 1) < 1e-9 else "  another plan"
+            print(f"  {name:<30}seconds {seconds / took:.2f}  {multiples(less, counts)}{other}", flush=True)
+    print("all searches")
+    for name in names:
+        print(f"  {name:<30}seconds {total[name] / total['complete']:.2f}")
 
 
 if __name__ == "__main__":

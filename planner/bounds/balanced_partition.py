@@ -7,7 +7,6 @@ seconds and the bytes are those of the balanced partition, by which the search o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 
 import numpy as np
 from attrs import frozen
@@ -24,9 +23,7 @@ from megaloom.planner.partition.partitioner import WHOLE_BLOCKS, StageBounds, se
 from megaloom.planner.pipeline import schedules
 
 from . import interleaved_memory, pipeline
-from .base_costs import PLAIN
 from .lower_bounds import BoundedLayouts, LowerBounds
-from .one_chunk_memory import slowest_within_limit
 
 # Share of the balanced partition's bound that an interleaved layout is expected to need once the partitioner has moved
 # its stage boundaries: the gain is 1.6 % on average (partition/local_search.py), and hardly ever more than this where
@@ -47,17 +44,14 @@ class BalancedBounds:
     least_nbytes: Rows  # lower bound of it, for every partition that the partitioner may choose
 
 
-def balanced_bounds(
-    balance: Balance, lower_bounds: LowerBounds, bounded: BoundedLayouts, limit: float
-) -> BalancedBounds:
+def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: BoundedLayouts) -> BalancedBounds:
     """Return closer bounds of these layouts; `balance` gives the balanced partitions of several layouts.
 
-    limit: bytes of a rank. Bounds: see `_passes_seconds`, `_one_chunk_seconds`, `slowest_within_limit` and
-    `_capped_nbytes`. Where no partition fits, `least_nbytes` is above the limit.
+    Bounds: see `_passes_seconds` and `_capped_nbytes`.
     """
     x = bounded.layouts
     stages, seconds, nbytes = x.pp * x.vpp, bounded.seconds.copy(), bounded.nbytes.copy()
-    expected, least, structure = np.zeros(len(bounded)), bounded.nbytes.copy(), lower_bounds.cache.structure
+    expected, least = np.zeros(len(bounded)), bounded.nbytes.copy()
     columns = *(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), *gathered_fields(x)
     first, which = alike(*columns, stages)
     partitions = balance(x.each(first))
@@ -84,14 +78,6 @@ def balanced_bounds(
             seconds[mine] = np.maximum(seconds[mine], passes)
             nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[table], extra[table]))
             if pp == count:
-                stage = slowest[table]
-                if len(full := np.flatnonzero(nbytes[mine] > limit)) and not structure.shared_weights:
-                    runtime = lower_bounds.costs.runtime_nbytes[part.base[full]]
-                    rows = (part.layouts.take(full), tables, table[full], stage[full], runtime)
-                    stage[full] = slowest_within_limit(*rows, lower_bounds.cache.job, limit)
-                least[mine] = np.where(stage < inf, least[mine], np.maximum(least[mine], limit + 1))
-                stage = np.where(stage < inf, stage, slowest[table])
-                seconds[mine] = np.maximum(seconds[mine], _one_chunk_seconds(lower_bounds, part, stage))
                 continue
             least[mine] = np.maximum(least[mine], _capped_nbytes(lower_bounds, part, extra[table], *saved[:, table]))
             if lower_bounds.many[count]:
@@ -106,21 +92,6 @@ def _interleaved_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, sum
     sends = np.broadcast_to(lower_bounds.costs.send_seconds[bounded.base, None], forward.shape)
     ends = pipeline.finish_bounds(forward, backward, sends, int(x.pp[0]), m, x.microbatch_group_size)
     seconds: Rows = ends.max(axis=1) + bounded.after
-    return seconds
-
-
-def _one_chunk_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, slowest: Rows) -> Rows:
-    """Return a lower bound of layouts without interleaving, for every partition that fits the memory limit.
-
-    Bound: step ≥ max(m t, T + 2 (p − 1) h + (m − 1 − (min(p, m) − 1) φ) t) + A, with t = `slowest` seconds that the
-    slowest stage of every such partition takes at least. The argument of `first_backward_multiple` holds for its rank.
-    """
-    x, m = bounded.layouts, bounded.layouts.microbatches(lower_bounds.cache.workload.batch)
-    costs = lower_bounds.costs
-    later_ranks = np.minimum(x.pp, m) - 1
-    through = costs.seconds[bounded.base, PLAIN] + 2 * (x.pp - 1) * costs.send_seconds[bounded.base]
-    waiting = through + (m - 1 - later_ranks * costs.forward_share[bounded.base]) * slowest
-    seconds: Rows = np.maximum(waiting, m * slowest) + bounded.after
     return seconds
 
 

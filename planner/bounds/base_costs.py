@@ -41,7 +41,6 @@ class BaseCosts:
     recompute_seconds: Rows  # [base layouts] fastest block, to recompute it
     freed_nbytes: Rows  # [base layouts] most activations that recomputing one block frees
     forward_seconds: Rows  # [base layouts] forward alone
-    forward_share: Rows  # [base layouts] largest share of a segment's seconds that is forward
     segment_seconds: Rows  # [base layouts, 2] slowest segment; without recompute, and with full recompute
     block_saved_nbytes: Rows  # [base layouts, 2, 2] most saved of a block, and all outside blocks; recompute as above
     params: Column  # [base layouts] dense elements on one device, each weight once
@@ -108,7 +107,6 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
         recompute_seconds=_extreme(repeated @ blocks.T, np.min)[distinct],
         freed_nbytes=_extreme(freed @ blocks.T, np.max)[distinct],
         forward_seconds=(forward @ kinds)[distinct],
-        forward_share=((forward @ segments.T) / np.maximum(plain @ segments.T, TINY)).max(axis=1)[distinct],
         segment_seconds=np.array([_extreme(t @ segments.T, np.max) for t in (plain, plain + repeated)]).T[distinct],
         block_saved_nbytes=np.array(by_recompute).transpose(2, 0, 1)[distinct],
         params=params,

@@ -130,9 +130,8 @@ class LowerBounds:
     def bound(self, layouts: Layouts, base: Column) -> BoundedLayouts:
         """Return these layouts with their lower bounds; `base` is the number of each one's base layout.
 
-        Bound: step ≥ max(c T' + 2 (p − 1) h [v = 1] + d h, m T' / p + R, m G / p) + A, with c, d of `pass_multiples`
-        and `first_backward_multiple`, R and A of `end_of_step_bound`, T' = T + s G. The first term is the pipeline's.
-        The second holds because all ranks together compute m T' and the slowest one still reduces its gradients: while
+        Bound: step ≥ max(c T' + 2 c (p − 1) h [v = 1] + d h, m T' / p + R, m G / p) + A, with c, d of
+        `pass_multiples`, R and A of `end_of_step_bound`, T' = T + s G. The first term is the pipeline's. The second holds because all ranks together compute m T' and the slowest one still reduces its gradients: while
         weights are gathered, communication takes the share s of a device. The third holds because no stage takes less
         time than its gathers.
         Bound: peak ≥ runtime + workspace + the greater of `least_rank_memory` and `interleaved_nbytes`.
@@ -200,9 +199,7 @@ class LowerBounds:
         """
         m, pp, one = x.microbatches(self.cache.workload.batch).astype(float), x.pp.astype(float), x.vpp == 1
         sends = np.where(one, 2 * (pp - 1) * self.costs.send_seconds[base], 0.0)  # without interleaving ranks wait
-        first = np.where(one, pipeline.first_backward_multiple(pp, m, self.costs.forward_share[base]), 1.0)
-        until_first = self._passes_seconds(x, base, first, waiting) + sends
-        return np.maximum(self._passes_seconds(x, base, np.maximum(passes, m / pp), sends + waiting), until_first)
+        return self._passes_seconds(x, base, np.maximum(passes, m / pp), sends + waiting)
 
     def _passes_seconds(self, x: Layouts, base: Column, count: Rows, more: Rows | float) -> Rows:
         """Return the least of `count` · (T + more) over all partitions.

@@ -60,23 +60,6 @@ def _waits(seconds: FloatVector, sends: FloatVector, pp: int, vpp: int, size: ND
     return waits
 
 
-def first_backward_multiple(pp: FloatVector, microbatches: FloatVector, forward_share: FloatVector) -> FloatVector:
-    """Return c such that a schedule without interleaving takes at least c T, for every partition of the model.
-
-    `forward_share` is the largest share φ of any segment's seconds that is forward, hence f_s ≤ φ t_s.
-
-    Bound: step ≥ T · (1 + 1 / Σ_r 1 / (m − 1 − j_r φ)), with j_r = min(p − 1 − r, m − 1) ranks after r that matter.
-    Before its first backward pass, rank r has run j_r + 1 forward passes; that micro-batch has passed all stages. What
-    is left are (m − 1) t_r − j_r f_r seconds and the backward pass through the stages before. The slowest rank is
-    fastest when these are equal over ranks. The sum is at most its integral, because the summands are convex in j.
-    """
-    rest, some = microbatches - 1, np.minimum(pp, microbatches)
-    near, far = rest + forward_share / 2, rest - (some - 1 / 2) * forward_share
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.log(near / far) / forward_share + (pp - some) / (rest * (1 - forward_share))
-        return np.where((far > 0) & (inverse > 0), 1 + 1 / inverse, 1.0)
-
-
 def one_chunk_multiple(pp: FloatVector, microbatches: FloatVector) -> FloatVector:
     """Return c such that a schedule without interleaving takes at least c T, for every partition: [layouts].
 

@@ -278,13 +278,12 @@ def levelled(problem: PartitionProblem, even: StageBounds) -> StageBounds:
 def partition(
     problem: PartitionProblem,
     balance_stages: Callable[[PartitionProblem], StageBounds] = attrgetter("balanced"),
-    level_chunks: Callable[[PartitionProblem, StageBounds], StageBounds] = levelled,
     even: Partition | None = None,
 ) -> Partition:
     """Return the stages of a legal layout: balanced, and within the memory limit if a partition fits.
 
     They are whole blocks if such a partition fits and its slowest stage is hardly slower (WHOLE_BLOCKS). Interleaved
-    chunks are levelled between ranks. A search caches what the arguments give.
+    chunks are levelled between ranks. A search caches what `balance_stages` gives.
     """
     chosen = even = even or Partition(problem, balance_stages(problem))
     blocks = evolve(problem, whole_blocks=True)
@@ -300,7 +299,7 @@ def partition(
     if chosen.layout.vpp == 1 and chosen.fits:
         return chosen
     if chosen.layout.vpp > 1:
-        bounds = level_chunks(chosen.problem, chosen.bounds)
+        bounds = levelled(chosen.problem, chosen.bounds)
         level = chosen if bounds == chosen.bounds else Partition(chosen.problem, bounds)
         if level.fits:
             return level

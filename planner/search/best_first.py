@@ -208,7 +208,7 @@ class Frontier:
         self._set_opened([part.take(slice(n, None)) if n else part for part, n in pairs])
         pricer = self.candidates.pricer
         limit, lower_bounds = pricer.capacity, self.candidates.lower_bounds
-        bounds = balanced_partition.balanced_bounds(pricer.balance_all, lower_bounds, batch, limit)
+        bounds = balanced_partition.balanced_bounds(pricer.balance_all, lower_bounds, batch)
         each = (bounds.nbytes <= limit, bounds.expected_seconds, bounds.least_nbytes <= limit, batch.base)
         rows = zip(bounds.seconds.tolist(), *(column.tolist() for column in each), strict=True)
         for i, (seconds, *row) in enumerate(rows):

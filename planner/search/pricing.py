@@ -41,7 +41,6 @@ from megaloom.planner.partition.partitioner import (
     Partition,
     PartitionProblem,
     StageBounds,
-    levelled,
     partition,
 )
 from megaloom.planner.rules.export_rules import export_violations
@@ -84,7 +83,6 @@ class Pricer:
     _bare: dict[tuple[object, ...], BareTable] = field(factory=dict, init=False)
     _tables: dict[tuple[object, ...], CostTable] = field(factory=dict, init=False)
     _balanced: dict[tuple[object, ...], StageBounds] = field(factory=dict, init=False)
-    _levelled: dict[tuple[object, ...], StageBounds] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.structure = model_structure(self.graph)
@@ -182,7 +180,7 @@ class Pricer:
         return Partition(problem, self._balance(problem))
 
     def _refine(self, even: Partition) -> Partition:
-        return partition(even.problem, self._balance, self._level, even)
+        return partition(even.problem, self._balance, even)
 
     def _balance(self, problem: PartitionProblem) -> StageBounds:
         """Return the balanced partition, which layouts with one cost table share."""
@@ -190,13 +188,6 @@ class Pricer:
         if key not in self._balanced:
             self._balanced[key] = problem.balanced
         return self._balanced[key]
-
-    def _level(self, problem: PartitionProblem, even: StageBounds) -> StageBounds:
-        """Return `levelled`, which layouts with one cost table and pipeline degree share."""
-        key = (*_balance_key(problem.layout, problem.whole_blocks), problem.layout.pp)
-        if key not in self._levelled:
-            self._levelled[key] = levelled(problem, even)
-        return self._levelled[key]
 
     def balance_all(self, layouts: Sequence[Layout]) -> list[tuple[CostTable, StageBounds]]:
         """Return the cost tables and balanced partitions of these layouts; new partitions are solved together."""

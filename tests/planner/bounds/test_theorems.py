@@ -24,14 +24,12 @@ from megaloom.planner import bounds
 from megaloom.planner.bounds import balanced_partition, interleaved_memory, lower_bounds, pipeline
 from megaloom.planner.bounds.end_of_step import end_of_step_bound
 from megaloom.planner.bounds.lower_bounds import LowerBounds
-from megaloom.planner.bounds.one_chunk_memory import slowest_within_limit
 from megaloom.planner.bounds.rank_memory import in_flight_means, least_rank_memory
 from megaloom.planner.bounds.simulated_step import step_lower_bound
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
-from megaloom.planner.cost.columns import STEP_COLUMNS
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.model.structure import model_structure
 from megaloom.planner.pipeline import schedules
@@ -155,14 +153,6 @@ def _interleaved(c: Case) -> bool:
     return count * c.through + sends * min(c.priced.partition.send_seconds) <= c.passes * ABOVE
 
 
-def _first_backward(c: Case) -> bool:
-    if c.layout.vpp > 1:
-        return True
-    pp, m, _ = _columns(c)
-    share = max(s.forward_seconds / (s.forward_seconds + s.backward_seconds) for s in c.priced.stages)
-    return float(pipeline.first_backward_multiple(pp, m, np.array([share]))[0]) * c.through <= c.passes * ABOVE
-
-
 def _end_of_step(c: Case) -> bool:
     costs = c.bounds.costs
     after, reduction = end_of_step_bound(c.one, c.base, costs.params, costs.expert_params, c.pricer.cost_cache, {})[0]
@@ -188,20 +178,8 @@ def _large_batch(c: Case) -> bool:
 
 def _balanced(c: Case) -> bool:
     bounded = c.bounds.bound(c.one, c.base)
-    bounds = balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, bounded, c.pricer.capacity)
+    bounds = balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, bounded)
     return bounds.seconds[0] <= c.priced.seconds * ABOVE and bounds.least_nbytes[0] <= c.peak * (1 + 1e-6)
-
-
-def _slowest_within_limit(c: Case) -> bool:
-    """The partition of the case fits into its own peak."""
-    x, costs = c.layout, c.bounds.costs
-    if x.vpp > 1 or c.pricer.structure.shared_weights:
-        return True
-    ((table, stages),) = c.pricer.balance_all([x])
-    fastest = table.stage_sums(stages)[:, STEP_COLUMNS].sum(axis=1).max(keepdims=True)
-    job = c.pricer.cost_cache.job
-    slowest = slowest_within_limit(c.one, [table], c.base, fastest, costs.runtime_nbytes, job, c.peak)
-    return bool(fastest[0] <= slowest[0] <= max(c.priced.partition.seconds) * ABOVE)
 
 
 def _capped_activations(c: Case) -> bool:
@@ -249,7 +227,6 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "one_chunk_multiple": _one_chunk,
     "pass_multiples": _passes,
     "interleaved_multiples": _interleaved,
-    "first_backward_multiple": _first_backward,
     "end_of_step_bound": _end_of_step,
     "large_batch_seconds": _large_batch,
     "LowerBounds.bound": _bound,
@@ -257,7 +234,6 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "balanced_bounds": _balanced,
     "least_rank_memory": _least_rank,
     "interleaved_nbytes": _interleaved_nbytes,
-    "slowest_within_limit": _slowest_within_limit,
     "capped_activations": _capped_activations,
     "step_lower_bound": lambda c: step_lower_bound(c.priced.partition) <= c.priced.seconds * ABOVE,
 }
