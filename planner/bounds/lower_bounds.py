@@ -131,9 +131,10 @@ class LowerBounds:
         """Return these layouts with their lower bounds; `base` is the number of each one's base layout.
 
         Bound: step ≥ max(c T' + 2 c (p − 1) h [v = 1] + d h, m T' / p + R, m G / p) + A, with c, d of
-        `pass_multiples`, R and A of `end_of_step_bound`, T' = T + s G. The first term is the pipeline's. The second holds because all ranks together compute m T' and the slowest one still reduces its gradients: while
-        weights are gathered, communication takes the share s of a device. The third holds because no stage takes less
-        time than its gathers.
+        `pass_multiples`, R and A of `end_of_step_bound`, T' = T + s G. The first term is the pipeline's. The second
+        holds because all ranks together compute m T' and the slowest one still reduces its gradients: while weights are
+        gathered, communication takes the share s of a device. The third holds because no stage takes less time than its
+        gathers.
         Bound: peak ≥ runtime + workspace + the greater of `least_rank_memory` and `interleaved_nbytes`.
         See docs/concepts/bounds.md.
         """
