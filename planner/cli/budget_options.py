@@ -19,7 +19,10 @@ class BudgetOptions:
     """Tokens to train on, the time for them, and the price of a device."""
 
     tokens: str | None = None
-    """Tokens to train on, such as 300B, 15.6T or 1e12. Prints the days and GPU-hours that they take, with failures."""
+    (
+        "Tokens to train on, such as 300B, 15.6T or 1e12; for a model of images, inputs. Prints the days and GPU-hours "
+        "that they take, with failures."
+    )
     within: str | None = None
     """Longest time for the tokens, such as 12h, 30d or 2w. Prints the smallest cluster of a range that is enough."""
     price: float | None = None

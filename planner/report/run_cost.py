@@ -30,6 +30,7 @@ class RunCost:
     """Time, device-hours and money of a training run. They are infinite if the share of lasting progress is 0."""
 
     cluster: Cluster
+    unit: str  # what is counted: tokens, or inputs such as images
     steps: int
     seconds: float  # with failures and checkpoints
     interval: tuple[float, float]  # the seconds, if a step takes those of its 90 % interval
@@ -71,7 +72,10 @@ def run_cost(
         steps * seconds / share if share else inf
         for seconds in (predicted.interval[0], predicted.step_seconds, predicted.interval[1])
     )
-    return RunCost(cluster=machine, steps=steps, seconds=mean, interval=(low, high), share=share, price=budget.price)
+    unit = "tokens" if workload.seq > 1 else "inputs"
+    return RunCost(
+        cluster=machine, unit=unit, steps=steps, seconds=mean, interval=(low, high), share=share, price=budget.price
+    )
 
 
 def costs_of_points(
@@ -99,11 +103,10 @@ def fewest_devices(costs: Sequence[RunCost | None], budget: TokenBudget) -> RunC
 
 def answer_text(costs: Sequence[RunCost | None], budget: TokenBudget, name: str) -> str:
     """Return which cluster is the smallest that trains the named model in time, or that none does, as one sentence."""
-    aim = f"trains {name} on {budget_text(budget)}"
+    fastest = min((cost for cost in costs if cost is not None), key=lambda cost: cost.seconds)
+    aim = f"trains {name} on {tokens_text(budget.tokens)} {fastest.unit}{_within(budget)}"
     if best := fewest_devices(costs, budget):
         return f"{best.cluster} is the smallest of these clusters that {aim}: it takes {duration_and_price(best)}."
-    known = [cost for cost in costs if cost is not None]
-    fastest = min(known, key=lambda cost: cost.seconds)
     if not isfinite(fastest.seconds):
         return f"None of these clusters {aim}: each fails before its first checkpoint is written."
     return f"None of these clusters {aim}: the fastest, {fastest.cluster}, takes {duration_and_price(fastest)}."
@@ -112,8 +115,10 @@ def answer_text(costs: Sequence[RunCost | None], budget: TokenBudget, name: str)
 def cost_text(cost: RunCost, budget: TokenBudget) -> str:
     """Return days, device-hours and money of a run, and whether it ends in time, as one or two sentences."""
     if not isfinite(cost.seconds):
-        return f"No run of {tokens_text(budget.tokens)} tokens ends: it fails before the first checkpoint is written."
-    text = f"{tokens_text(budget.tokens)} tokens ({cost.steps:,} steps) take {duration_and_price(cost)}."
+        return (
+            f"No run of {tokens_text(budget.tokens)} {cost.unit} ends: it fails before the first checkpoint is written."
+        )
+    text = f"{tokens_text(budget.tokens)} {cost.unit} ({cost.steps:,} steps) take {duration_and_price(cost)}."
     if budget.within_seconds is None:
         return text
     wanted = duration_text(budget.within_seconds)
@@ -135,23 +140,27 @@ def assumed_text(machine: Cluster) -> str:
     )
 
 
-def budget_text(budget: TokenBudget) -> str:
-    """Return the tokens of a budget and its time in words."""
-    within = "" if budget.within_seconds is None else f" within {duration_text(budget.within_seconds)}"
-    return f"{tokens_text(budget.tokens)} tokens{within}"
+def _within(budget: TokenBudget) -> str:
+    return "" if budget.within_seconds is None else f" within {duration_text(budget.within_seconds)}"
 
 
 def duration_and_price(cost: RunCost) -> str:
     """Return the days of a run with their interval, its device-hours, and its money if there is a price."""
     low, high = (days_text(seconds) for seconds in cost.interval)
-    money = "" if cost.money is None else f", {cost.money:,.0f} at {cost.price:g} per GPU-hour"
-    return f"{days_text(cost.seconds)} days (90 % interval: {low} to {high}), {cost.gpu_hours:,.0f} GPU-hours{money}"
+    money = "" if cost.money is None else f", {amount_text(cost.money)} at {cost.price:g} per GPU-hour"
+    hours = f"{amount_text(cost.gpu_hours)} GPU-hours"
+    return f"{days_text(cost.seconds)} days (90 % interval: {low} to {high}), {hours}{money}"
 
 
 def days_text(seconds: float) -> str:
     """Return seconds in days, with three digits or more."""
     days = seconds / DAY
-    return f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
+    return amount_text(days) if days >= 0.001 else "<0.001"
+
+
+def amount_text(amount: float) -> str:
+    """Return an amount with three digits or more, and with a power of ten from 1e15 on."""
+    return f"{amount:,.0f}" if 99.95 <= amount < 1e15 else f"{amount:#.3g}"
 
 
 def cost_json(cost: RunCost, budget: TokenBudget) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megaloom.planner.simulate.price import Priced
 
 from .folded_table import text_table
 from .goodput import MANY_DEVICES, goodput
-from .run_cost import RunCost, answer_text, assumed_text, costs_of_points, days_text
+from .run_cost import RunCost, amount_text, answer_text, assumed_text, costs_of_points, days_text
 from .token_budget import TokenBudget
 
 BAR_WIDTH = 24  # characters of the longest bar
@@ -73,8 +73,8 @@ def scaling_table(points: Sequence[ScalingPoint], params: int, budget: TokenBudg
 
 
 def _spent(cost: RunCost) -> tuple[str, ...]:
-    money = () if cost.money is None else (f"{cost.money:,.0f}",)
-    return days_text(cost.seconds), f"{cost.gpu_hours:,.0f}", *money
+    money = () if cost.money is None else (amount_text(cost.money),)
+    return days_text(cost.seconds), amount_text(cost.gpu_hours), *money
 
 
 def _lasting(machine: Cluster, best: Priced, params: int) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from megaloom.examples.gpt2 import gpt2
 from megaloom.planner import Plan, TokenBudget, Workload, cluster, fewest_devices, plan, training_cost
 from megaloom.planner.cli.main import main
 from megaloom.planner.report.goodput import goodput
-from megaloom.planner.report.run_cost import RunCost, answer_text, cost_json, cost_text, run_cost
+from megaloom.planner.report.run_cost import RunCost, answer_text, cost_json, cost_text, days_text, run_cost
 from megaloom.planner.report.token_budget import (
     MOST_SECONDS,
     MOST_TOKENS,
@@ -156,6 +156,21 @@ def test_a_cluster_that_fails_before_a_checkpoint() -> None:
     assert answer_text([never], budget, "gpt").endswith("each fails before its first checkpoint is written.")
     found = cost_json(never, budget)
     assert (found["days"], found["gpu_hours"], found["money"], found["is_met"]) == (None, None, None, False)
+
+
+def test_runs_of_images_count_inputs() -> None:
+    budget = TokenBudget(tokens=10**9, within_seconds=1)
+    images = run_cost(cluster("8xH100"), Workload(seq=1, batch=64), small_plan().predicted, PARAMS, budget)
+    assert cost_text(images, budget).startswith("1B inputs (15,625,000 steps) take ")
+    assert answer_text([images], budget, "vit").startswith("None of these clusters trains vit on 1B inputs within ")
+
+
+@pytest.mark.parametrize(
+    ("days", "text"),
+    [(1e-9, "<0.001"), (4.4843, "4.48"), (1234.4, "1,234"), (17.97, "18.0"), (99.97, "100"), (1e20, "1.00e+20")],
+)
+def test_days_are_short(days: float, text: str) -> None:
+    assert days_text(86400 * days) == text
 
 
 def test_the_cost_of_a_plan() -> None:
