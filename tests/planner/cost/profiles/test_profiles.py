@@ -13,7 +13,6 @@ from benchmarks.accuracy.features import (
     BLOCKING_LAUNCHES,
     FEATURES,
     FUSED_EXPERTS,
-    PADDED_EXPERTS,
     SLOW_MEMORY_KERNELS,
 )
 from benchmarks.accuracy.frameworks import DEEPSPEED_FP16, MEGATRON_2021, NEMO, PUBLISHED
@@ -35,6 +34,7 @@ from megaloom.planner.cost.kernels import (
     kernel_seconds,
 )
 from megaloom.planner.cost.profiles.figures import FigureKind
+from megaloom.planner.cost.profiles.flag_features import PADDED_EXPERTS
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN, PROFILES
 from megaloom.planner.cost.profiles.groups import GROUPS, Feature, FrameworkProfile, compose, profile_figures
 from megaloom.planner.hardware.cluster_names import cluster
