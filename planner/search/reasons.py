@@ -63,7 +63,8 @@ def best_reasons(
 def sharding_reason(best: Priced, without: Priced | None, nearest: Partition | None) -> str:
     """Return what a plan gains by sharding gradients or weights.
 
-    without: the best layout that shards neither, None if none fits; nearest: then the one with the smallest deficit.
+    without: the fastest simulated layout that shards neither, None if none fits; nearest: then the one with the
+    smallest deficit.
     """
     if without is not None:
         difference = difference_text(best.prediction, without.prediction)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from attrs import define, field, frozen
@@ -156,7 +156,7 @@ def plan(
     shown = {priced.layout for priced in (best, *others)}
     rivals, rejected = priced_neighbours(best.layout, pricer, chosen)
     wins, *rest = best_reasons(best, simulated[0], others, rivals, candidates.count, cluster)
-    gains = () if gap is not None else _sharding_gains(best, pricer, chosen)
+    gains = () if gap is not None else _sharding_gains(best, simulated, pricer, chosen)
     identity, experts = fingerprint(model), model_requirements(graph(model)).experts
     flex = needs_flex_attention(graph(model).nodes)
     environment = assumed_environment(runtime, cluster.device.name, experts, flex)
@@ -190,15 +190,22 @@ def plan(
     )
 
 
-def _sharding_gains(best: Priced, pricer: Pricer, fixed: FixedAxes) -> tuple[str, ...]:
-    """Return what the best plan gains by sharding gradients or weights, if it does so and is free not to."""
+def _sharding_gains(best: Priced, simulated: Sequence[Priced], pricer: Pricer, fixed: FixedAxes) -> tuple[str, ...]:
+    """Return what the best plan gains by sharding gradients or weights, if it does so and is free not to.
+
+    It is compared with the fastest simulated layout that shards neither. If none is, a search tells whether one fits.
+    """
     if not best.layout.fsdp or {"shard", "reshard", "replicas"} & {*fixed}:
         return ()
-    others = Candidates(pricer, {**fixed, "shard": Shard.OPTIMIZER})
-    if not others.count:
-        return ()
-    found = search(others, meshes=1, count=1)
-    return (sharding_reason(best, found[0], None) if found else sharding_reason(best, None, leanest(others)),)
+    without = [priced for priced in simulated if not priced.layout.fsdp]
+    if not without:
+        others = Candidates(pricer, {**fixed, "shard": Shard.OPTIMIZER})
+        if not others.count:
+            return ()
+        without = search(others, meshes=1, count=1)
+        if not without:
+            return (sharding_reason(best, None, leanest(others)),)
+    return (sharding_reason(best, without[0], None),)
 
 
 def search(candidates: Candidates, meshes: int = PROVEN_MESHES, count: int = PROVEN_MESHES) -> list[Priced]:

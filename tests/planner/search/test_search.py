@@ -236,7 +236,7 @@ def test_neighbours_that_cannot_be_had_have_a_cause() -> None:
 
 
 def test_the_reasons_have_numbers() -> None:
-    best = planned(llama3_8b(), "8xA100", Workload(seq=8192, batch=64)).best
+    best = planned(llama3_8b(), "8xH100", Workload(seq=8192, batch=64)).best
     assert str(best.layout) in best.reasons[0]
     assert "MFU" in best.reasons[0]
     assert "legal layouts" in best.reasons[0]
