@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from textwrap import fill
 
 from megaloom.dsl.errors import UserError
@@ -40,7 +41,7 @@ def _head(opinion: Opinion) -> str:
 
 
 def _read(run: TrainingRun) -> Iterator[str]:
-    yield f"What was read (in brackets the line of {printable(run.path)})"
+    yield f"What was read (in brackets the line of {printable(Path(run.path).name)})"
     groups = groupby(run.stated, key=lambda fact: fact.group)
     for group, facts in groups:
         texts = [_fact(fact, run.path) for fact in facts]
