@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from attrs import has
 
-from megaloom.planner.runs.shell.syntax import (
+from megaloom.planner.runs.shell.parse.syntax import (
     ArithmeticClause,
     ArithmeticPart,
     Assignment,
@@ -18,7 +18,7 @@ from megaloom.planner.runs.shell.syntax import (
     Parts,
     Simple,
 )
-from megaloom.planner.runs.shell.text import shown
+from megaloom.planner.runs.shell.parse.text import shown
 
 READING = frozenset({"read", "mapfile", "readarray", "getopts", "let", "printf"})
 _NAME = re.compile(r"[A-Za-z_]\w*")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megaloom.planner.runs.shell.arithmetic import ArithmeticUnknownError
 from megaloom.planner.runs.shell.branches import Flow
 from megaloom.planner.runs.shell.builtins import declared
 from megaloom.planner.runs.shell.evaluator import Evaluator
-from megaloom.planner.runs.shell.source import ShellSyntaxError
-from megaloom.planner.runs.shell.state import (
+from megaloom.planner.runs.shell.expand.arithmetic import ArithmeticUnknownError
+from megaloom.planner.runs.shell.expand.state import (
     Associative,
     Indexed,
     State,
@@ -19,8 +18,9 @@ from megaloom.planner.runs.shell.state import (
     items_of,
     merged_states,
 )
-from megaloom.planner.runs.shell.syntax import Assignment, ParameterPart, Parts, Simple
-from megaloom.planner.runs.shell.text import Text, cause, joined, known_text, literal, missing, quoted
+from megaloom.planner.runs.shell.parse.source import ShellSyntaxError
+from megaloom.planner.runs.shell.parse.syntax import Assignment, ParameterPart, Parts, Simple
+from megaloom.planner.runs.shell.parse.text import Text, cause, joined, known_text, literal, missing, quoted
 from megaloom.planner.runs.words import Origin, Unknown
 
 CommandWords = Sequence[Text]

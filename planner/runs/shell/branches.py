@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from megaloom.planner.runs.shell.assigned import assigned_names
-from megaloom.planner.runs.shell.expansion import Expander
+from megaloom.planner.runs.shell.expand.expansion import Expander
+from megaloom.planner.runs.shell.expand.state import State, merged_states
+from megaloom.planner.runs.shell.parse.syntax import Node, Sequence
+from megaloom.planner.runs.shell.parse.text import Text
 from megaloom.planner.runs.shell.record import Record
-from megaloom.planner.runs.shell.state import State, merged_states
-from megaloom.planner.runs.shell.syntax import Node, Sequence
-from megaloom.planner.runs.shell.text import Text
 from megaloom.planner.runs.words import Origin, Unknown
 
 Flow = str

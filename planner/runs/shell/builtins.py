@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from attrs import evolve
 
-from megaloom.planner.runs.shell.state import Associative, Indexed, State, Status, Variable, indexed
-from megaloom.planner.runs.shell.text import (
+from megaloom.planner.runs.shell.expand.state import Associative, Indexed, State, Status, Variable, indexed
+from megaloom.planner.runs.shell.parse.text import (
     Text,
     cause,
     cut,

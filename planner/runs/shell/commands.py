@@ -7,16 +7,16 @@ from posixpath import normpath
 
 from attrs import evolve
 
-from megaloom.planner.runs.shell.arithmetic import ArithmeticUnknownError
 from megaloom.planner.runs.shell.assignments import AssignmentEvaluator, CommandWords
 from megaloom.planner.runs.shell.branches import Flow
 from megaloom.planner.runs.shell.builtins import BUILTINS
-from megaloom.planner.runs.shell.conditions import BINARY, BracketCondition, Surroundings
+from megaloom.planner.runs.shell.expand.arithmetic import ArithmeticUnknownError
+from megaloom.planner.runs.shell.expand.conditions import BINARY, BracketCondition, Surroundings
+from megaloom.planner.runs.shell.expand.printing import echoed, formatted
+from megaloom.planner.runs.shell.expand.pure import FILTERS, PURE_PROGRAMS, READING_FILES
+from megaloom.planner.runs.shell.expand.state import State, Status, indexed
 from megaloom.planner.runs.shell.folders import Folders, moved
-from megaloom.planner.runs.shell.printing import echoed, formatted
-from megaloom.planner.runs.shell.pure import FILTERS, PURE_PROGRAMS, READING_FILES
-from megaloom.planner.runs.shell.state import State, Status, indexed
-from megaloom.planner.runs.shell.syntax import (
+from megaloom.planner.runs.shell.parse.syntax import (
     Assignment,
     DoubleBracket,
     LiteralPart,
@@ -26,7 +26,7 @@ from megaloom.planner.runs.shell.syntax import (
     Simple,
     SubstitutionPart,
 )
-from megaloom.planner.runs.shell.text import Text, cause, displayed, known_text, literal, missing, quoted, shown
+from megaloom.planner.runs.shell.parse.text import Text, cause, displayed, known_text, literal, missing, quoted, shown
 from megaloom.planner.runs.words import Origin, Unknown
 
 

@@ -8,12 +8,12 @@ from functools import partial
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.runs.shell.arithmetic import ArithmeticUnknownError
 from megaloom.planner.runs.shell.assigned import assigned_names
 from megaloom.planner.runs.shell.branches import BranchEvaluator, Flow
-from megaloom.planner.runs.shell.patterns import matches
-from megaloom.planner.runs.shell.state import State, Status, Variable, merged_states
-from megaloom.planner.runs.shell.syntax import (
+from megaloom.planner.runs.shell.expand.arithmetic import ArithmeticUnknownError
+from megaloom.planner.runs.shell.expand.patterns import matches
+from megaloom.planner.runs.shell.expand.state import State, Status, Variable, merged_states
+from megaloom.planner.runs.shell.parse.syntax import (
     AndOr,
     ArithmeticClause,
     CaseClause,
@@ -31,7 +31,7 @@ from megaloom.planner.runs.shell.syntax import (
     Sequence,
     Simple,
 )
-from megaloom.planner.runs.shell.text import Text, cause, known_text, missing, quoted, shown
+from megaloom.planner.runs.shell.parse.text import Text, cause, known_text, missing, quoted, shown
 from megaloom.planner.runs.words import Origin, Unknown
 
 MOST_COMMANDS = 100_000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from megaloom.planner.runs.shell.text import Text, known_text, literal, missing
+from megaloom.planner.runs.shell.parse.text import Text, known_text, literal, missing
 from megaloom.planner.runs.words import Origin, Unknown
 
 MOST_BYTES = 2_000_000

@@ -7,12 +7,11 @@ import posixpath
 from megaloom.planner.runs.shell.assignments import CommandWords
 from megaloom.planner.runs.shell.branches import Flow
 from megaloom.planner.runs.shell.commands import CommandEvaluator
+from megaloom.planner.runs.shell.expand.state import State, Status, merged_states
 from megaloom.planner.runs.shell.folders import Folders
-from megaloom.planner.runs.shell.parser import ShellParser
-from megaloom.planner.runs.shell.sbatch import batch_variables, sbatch_options
-from megaloom.planner.runs.shell.source import ShellSyntaxError, Source, file_source, text_source
-from megaloom.planner.runs.shell.state import State, Status, merged_states
-from megaloom.planner.runs.shell.text import (
+from megaloom.planner.runs.shell.parse.parser import ShellParser
+from megaloom.planner.runs.shell.parse.source import ShellSyntaxError, Source, file_source, text_source
+from megaloom.planner.runs.shell.parse.text import (
     Text,
     as_word,
     cause,
@@ -24,6 +23,7 @@ from megaloom.planner.runs.shell.text import (
     quoted,
     shown,
 )
+from megaloom.planner.runs.shell.sbatch import batch_variables, sbatch_options
 from megaloom.planner.runs.words import Origin, Unknown
 
 SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh"})

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.runs.shell.expand.state import State, named_value
 from megaloom.planner.runs.shell.folders import MOST_BYTES, Folders
+from megaloom.planner.runs.shell.parse.source import file_source
+from megaloom.planner.runs.shell.parse.text import known_text, literal
 from megaloom.planner.runs.shell.programs import ProgramEvaluator
 from megaloom.planner.runs.shell.sbatch import batch_variables, sbatch_options
-from megaloom.planner.runs.shell.source import file_source
-from megaloom.planner.runs.shell.state import State, named_value
-from megaloom.planner.runs.shell.text import known_text, literal
 from megaloom.planner.runs.words import Origin, Script
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from attrs import define, evolve, field
 
-from megaloom.planner.runs.shell.state import Associative, Indexed, State
-from megaloom.planner.runs.shell.text import Text, as_word, known_text, unknowns
+from megaloom.planner.runs.shell.expand.state import Associative, Indexed, State
+from megaloom.planner.runs.shell.parse.text import Text, as_word, known_text, unknowns
 from megaloom.planner.runs.words import Command, Origin, Unknown, Word
 
 

@@ -6,8 +6,8 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from megaloom.planner.runs.shell.state import Variable
-from megaloom.planner.runs.shell.text import literal, missing
+from megaloom.planner.runs.shell.expand.state import Variable
+from megaloom.planner.runs.shell.parse.text import literal, missing
 from megaloom.planner.runs.words import Origin, Unknown, Word
 
 SHORT = {

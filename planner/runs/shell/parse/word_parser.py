@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from megaloom.planner.runs.shell.escapes import decoded
-from megaloom.planner.runs.shell.source import ShellSyntaxError, Source, text_source
-from megaloom.planner.runs.shell.syntax import (
+from megaloom.planner.runs.shell.parse.escapes import decoded
+from megaloom.planner.runs.shell.parse.source import ShellSyntaxError, Source, text_source
+from megaloom.planner.runs.shell.parse.syntax import (
     ArithmeticPart,
     LiteralPart,
     ParameterPart,
@@ -17,7 +17,7 @@ from megaloom.planner.runs.shell.syntax import (
     Sequence,
     SubstitutionPart,
 )
-from megaloom.planner.runs.shell.text import Text, literal
+from megaloom.planner.runs.shell.parse.text import Text, literal
 
 BLANK = " \t\n"
 METACHARACTERS = BLANK + ";&|<>()"

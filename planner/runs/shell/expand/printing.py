@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
-from megaloom.planner.runs.shell.escapes import decoded
-from megaloom.planner.runs.shell.text import Text, cause, joined, known_text, literal, missing, quoted, shown
+from megaloom.planner.runs.shell.parse.escapes import decoded
+from megaloom.planner.runs.shell.parse.text import Text, cause, joined, known_text, literal, missing, quoted, shown
 from megaloom.planner.runs.words import Origin
 
 _DIRECTIVE = re.compile(r"%%|%([-+ 0#]*)(\d*)(?:\.(\d+))?([sdiuxXocbqfgeE])|%(.?)")

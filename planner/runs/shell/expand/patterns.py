@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megaloom.planner.runs.shell.text import Text
+from megaloom.planner.runs.shell.parse.text import Text
 
 CLASSES = {"alnum": "a-zA-Z0-9", "alpha": "a-zA-Z", "digit": "0-9", "lower": "a-z", "upper": "A-Z", "space": r"\s"}
 

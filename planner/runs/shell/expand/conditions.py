@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from attrs import evolve, frozen
 
-from megaloom.planner.runs.shell.patterns import CLASSES, matches
-from megaloom.planner.runs.shell.state import Status
-from megaloom.planner.runs.shell.text import Text, assumption, cause, displayed, known_text, shown
+from megaloom.planner.runs.shell.expand.patterns import CLASSES, matches
+from megaloom.planner.runs.shell.expand.state import Status
+from megaloom.planner.runs.shell.parse.text import Text, assumption, cause, displayed, known_text, shown
 from megaloom.planner.runs.words import Origin, Unknown
 
 FILE_TESTS = frozenset(f"-{c}" for c in "abcdefghkprstuwxGLNOS")

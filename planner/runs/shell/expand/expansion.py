@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from megaloom.planner.runs.shell.arithmetic import (
+from megaloom.planner.runs.shell.expand.arithmetic import (
     ArithmeticSyntaxError,
     ArithmeticUnknownError,
     Variables,
     evaluate_arithmetic,
 )
-from megaloom.planner.runs.shell.braces import braced
-from megaloom.planner.runs.shell.parameters import (
+from megaloom.planner.runs.shell.expand.braces import braced
+from megaloom.planner.runs.shell.expand.parameters import (
     has_gap,
     in_case,
     is_list,
@@ -26,9 +26,9 @@ from megaloom.planner.runs.shell.parameters import (
     substring,
     trimmed,
 )
-from megaloom.planner.runs.shell.source import ShellSyntaxError
-from megaloom.planner.runs.shell.state import Associative, Indexed, State
-from megaloom.planner.runs.shell.syntax import (
+from megaloom.planner.runs.shell.expand.state import Associative, Indexed, State
+from megaloom.planner.runs.shell.parse.source import ShellSyntaxError
+from megaloom.planner.runs.shell.parse.syntax import (
     ArithmeticPart,
     LiteralPart,
     ParameterPart,
@@ -36,7 +36,7 @@ from megaloom.planner.runs.shell.syntax import (
     Parts,
     Sequence,
 )
-from megaloom.planner.runs.shell.text import (
+from megaloom.planner.runs.shell.parse.text import (
     Text,
     cause,
     known_text,

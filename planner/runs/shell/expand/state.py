@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from attrs import define, evolve, field, frozen
 
-from megaloom.planner.runs.shell.syntax import Node
-from megaloom.planner.runs.shell.text import (
+from megaloom.planner.runs.shell.parse.syntax import Node
+from megaloom.planner.runs.shell.parse.text import (
     Text,
     common_ends,
     literal,

@@ -6,7 +6,7 @@ import posixpath
 import re
 from collections.abc import Callable, Sequence
 
-from megaloom.planner.runs.shell.arithmetic import ArithmeticSyntaxError, Variables, evaluate_arithmetic
+from megaloom.planner.runs.shell.expand.arithmetic import ArithmeticSyntaxError, Variables, evaluate_arithmetic
 
 Program = Callable[[Sequence[str], str], str | None]
 _MOST_NUMBERS = 100_000

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
-from megaloom.planner.runs.shell.patterns import pattern_regex
-from megaloom.planner.runs.shell.state import Associative, Indexed, State, items_of
-from megaloom.planner.runs.shell.text import (
+from megaloom.planner.runs.shell.expand.patterns import pattern_regex
+from megaloom.planner.runs.shell.expand.state import Associative, Indexed, State, items_of
+from megaloom.planner.runs.shell.parse.text import (
     Piece,
     Text,
     cause,

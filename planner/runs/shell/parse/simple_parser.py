@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megaloom.planner.runs.shell.source import Source, text_source
-from megaloom.planner.runs.shell.syntax import (
+from megaloom.planner.runs.shell.parse.source import Source, text_source
+from megaloom.planner.runs.shell.parse.syntax import (
     Assignment,
     DoubleBracket,
     LiteralPart,
@@ -14,8 +14,8 @@ from megaloom.planner.runs.shell.syntax import (
     Redirection,
     Simple,
 )
-from megaloom.planner.runs.shell.text import known_text
-from megaloom.planner.runs.shell.word_parser import WordParser
+from megaloom.planner.runs.shell.parse.text import known_text
+from megaloom.planner.runs.shell.parse.word_parser import WordParser
 
 ASSIGNED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?=\+?=|\[)")
 REDIRECTION = re.compile(r"([0-9]*|\{[A-Za-z_]\w*\})(<<<|<<-|<<|<>|<&|>>|>&|>\||<(?!\()|>(?!\()|&>>|&>)")

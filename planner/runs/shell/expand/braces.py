@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megaloom.planner.runs.shell.syntax import LiteralPart, Part, Parts
-from megaloom.planner.runs.shell.text import Piece, shown
+from megaloom.planner.runs.shell.parse.syntax import LiteralPart, Part, Parts
+from megaloom.planner.runs.shell.parse.text import Piece, shown
 from megaloom.planner.runs.words import Origin
 
 MOST_WORDS = 100_000

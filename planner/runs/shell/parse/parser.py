@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megaloom.planner.runs.shell.simple_parser import SimpleParser
-from megaloom.planner.runs.shell.syntax import (
+from megaloom.planner.runs.shell.parse.simple_parser import SimpleParser
+from megaloom.planner.runs.shell.parse.syntax import (
     AndOr,
     ArithmeticClause,
     CaseClause,
@@ -21,7 +21,7 @@ from megaloom.planner.runs.shell.syntax import (
     Redirected,
     Sequence,
 )
-from megaloom.planner.runs.shell.word_parser import NAME
+from megaloom.planner.runs.shell.parse.word_parser import NAME
 
 CLOSING = frozenset({"then", "fi", "elif", "else", "do", "done", "esac", "}"})
 FUNCTION_NAME = re.compile(r"[^\s;&|<>()$'\"=]+")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import define, frozen
 
-from megaloom.planner.runs.shell.text import Text
+from megaloom.planner.runs.shell.parse.text import Text
 from megaloom.planner.runs.words import Origin
 
 

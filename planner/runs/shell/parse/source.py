@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from attrs import field, frozen
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.runs.shell.text import Piece, Text
+from megaloom.planner.runs.shell.parse.text import Piece, Text
 from megaloom.planner.runs.words import Origin
 
 GAP = "\ue000"

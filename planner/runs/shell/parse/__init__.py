@@ -1,0 +1,1 @@
+"""Parser of shell scripts: from text whose pieces know their origins to a syntax tree."""
