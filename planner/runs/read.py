@@ -60,6 +60,8 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
         overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
         settings = settings_text(text, path, given.environment, overrides, lambda flag: flag in table())
         return _of_settings(settings, path, given)
+    if _is_plan(text):
+        raise UserError(f"{path} is a plan of Megaloom, with its reasons\n`megaloom explain {path}` prints them")
     if kind := NOT_READ.get(Path(path).suffix.lower()):
         raise UserError(
             f"{path} is {kind}, which is not read\n"
@@ -136,7 +138,7 @@ def _devices(stated: Devices | None, given: int | None, launch: Launch) -> Devic
     return stated
 
 
-def is_plan(text: str) -> bool:
+def _is_plan(text: str) -> bool:
     """Return whether a text is a plan of this program."""
     try:
         data = json.loads(text)

@@ -196,6 +196,11 @@ def test_files_of_other_kinds_are_refused_by_their_kind(name: str, tmp_path: Pat
         read_file(str(tmp_path / name), RunInputs())
 
 
+def test_a_plan_of_ours_is_explained_by_another_command() -> None:
+    with pytest.raises(UserError, match=r"is a plan of Megaloom, with its reasons\n`megaloom explain .*` prints them"):
+        read_file(str(TESTS / "golden" / "plan_version_9.json"), RunInputs())
+
+
 @pytest.mark.parametrize(
     ("program", "what"),
     [
