@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.quoting import shortened
 
+from .argument_file import argument_words, is_argument_file
 from .deepspeed_file import deepspeed_words
 from .launch import USUAL_PROGRAM, Launch, check_program, launched_devices, training_commands
 from .megatron.log import is_log, read_log
@@ -27,6 +28,7 @@ LOG_BYTES = 2**28  # of a log; more than any that was seen
 MOST_ASSUMED = 5  # variables without a value that are named
 OF_LAUNCH = ("MASTER_", "CUDA_", "NCCL_", "WANDB_", "NODE_RANK")  # variables that say nothing of a training step
 SECRETS = ("_KEY", "_TOKEN")
+NO_DEVICES = "the number of GPUs is not stated in {}\ngive it with their kind: --gpus 64xH100"
 SETTINGS = frozenset({".yaml", ".yml", ".toml"})
 NOT_READ = {
     ".py": "a Python file",
@@ -67,6 +69,8 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
             f"{path} is {kind}, which is not read\n"
             "give a log of Megatron-LM, or the script or command line that starts it"
         )
+    if is_argument_file(text):
+        return _of_arguments(text, path, given)
     return _of_script(script_of_text(text, path, given.environment, given.positional), path, given)
 
 
@@ -79,6 +83,14 @@ def file_text(path: str) -> str:
         return file.read_bytes().decode(errors="replace")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _of_arguments(text: str, path: str, given: RunInputs) -> TrainingRun:
+    """Return the run of a file that has only flags and their values."""
+    if given.devices is None:
+        raise UserError(NO_DEVICES.format(path))
+    arguments = parse_words((*argument_words(text, path), *given.flags))
+    return read_run(arguments, ArgumentSource(path, Devices(given.devices), hints=given.hints))
 
 
 def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> TrainingRun:
@@ -132,9 +144,7 @@ def _devices(stated: Devices | None, given: int | None, launch: Launch) -> Devic
     if given is not None:
         return evolve(stated or Devices(given), count=given)
     if stated is None:
-        raise UserError(
-            f"the number of GPUs is not stated in {launch.program.origin.path}\ngive it with their kind: --gpus 64xH100"
-        )
+        raise UserError(NO_DEVICES.format(launch.program.origin.path))
     return stated
 
 

@@ -12,6 +12,7 @@ import pytest
 from attrs import evolve
 
 from megaloom.dsl import UserError
+from megaloom.dsl.files.json_form import fingerprint
 from megaloom.planner.cli import main
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.runs.opinion import Opinion, second_opinion
@@ -194,6 +195,26 @@ def test_files_of_other_kinds_are_refused_by_their_kind(name: str, tmp_path: Pat
     (tmp_path / name).write_text("x = 1\n")
     with pytest.raises(UserError, match="which is not read"):
         read_file(str(tmp_path / name), RunInputs())
+
+
+def test_an_argument_file_is_read_as_its_command(tmp_path: Path) -> None:
+    flags = ["--num-layers 2", "--hidden-size 64 --num-attention-heads 4  # comment", "--seq-length '64' \\"]
+    flags += [
+        "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8",
+        "--tokenizer-type GPT2BPETokenizer",
+    ]
+    (tmp_path / "run.txt").write_text("# of a run\n\n" + "\n".join(flags))
+    command_line = " ".join(flag.partition("#")[0].rstrip("\\") for flag in flags)
+    (tmp_path / "run.sh").write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {command_line}")
+    read, started = (read_file(str(tmp_path / name), RunInputs(devices=4)) for name in ("run.txt", "run.sh"))
+    assert (read.layout, read.workload) == (started.layout, started.workload)
+    assert fingerprint(read.model) == fingerprint(started.model)
+    assert {fact.name: fact.origin and fact.origin.line_number for fact in read.stated}["heads"] == 4
+    with pytest.raises(UserError, match=r"the number of GPUs is not stated in .*run\.txt"):
+        read_file(str(tmp_path / "run.txt"), RunInputs())
+    (tmp_path / "run.txt").write_text("--num-layers '2")
+    with pytest.raises(UserError, match=r"run\.txt:1: a quote has no end"):
+        read_file(str(tmp_path / "run.txt"), RunInputs(devices=4))
 
 
 def test_a_plan_of_ours_is_explained_by_another_command() -> None:
