@@ -67,6 +67,8 @@ def _validate_stages(plan: Plan) -> None:
         for name in ("forward_seconds", "backward_seconds", "params"):
             if not 0 <= (value := getattr(stage, name)) < inf:
                 _refuse(f"stages[{i}].{name}", f"must be at least 0, got {value:g}")
+        if stage.params > LARGEST_MEMORY:
+            _refuse(f"stages[{i}].params", f"must be at most {LARGEST_MEMORY} elements, got {stage.params}")
 
 
 def _validate_prediction(plan: Plan) -> None:

@@ -270,6 +270,7 @@ def broken(*path: str | int, value: Any) -> str:
         (broken("stages", value="none"), "stages must be a list, got 'none'"),
         (broken("stages", value=[]), "stages must be pp 2 x vpp 1 = 2, got 0"),
         (broken("stages", 1, "params", value=None), "stages[1].params must be a whole number, got None"),
+        (broken("stages", 1, "params", value=2**63), "stages[1].params must be at most 8796093022208 elements"),
         (broken("stages", 1, "rank", value=0), "stages[1] must be chunk 0 of rank 1, got chunk 0 of 0"),
         (broken("stages", 1, "start", value=31), "stages[1] must begin at node 30 and not be empty, got [31, 79)"),
         (broken("reasons", value="because"), "reasons must be a list, got 'because'"),
