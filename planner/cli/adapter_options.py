@@ -1,13 +1,14 @@
-"""Options of low-rank adapters, for `plan` and `megaloom train`."""
+"""Options that change a model: low-rank adapters, for `plan` and `megaloom train`, and its arguments."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 from cyclopts import Parameter
 
 from .arguments import parse_names
+from .settings import SetOption, SettingsOption
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Model
@@ -62,3 +63,15 @@ class AdapterOptions:
 
 NO_ADAPTERS = AdapterOptions()
 ADAPTERS = Parameter(name="*", group="Low-rank adapters (LoRA)")
+
+
+@frozen(kw_only=True)
+class ModelChanges:
+    """Arguments of the model's function, a settings file, and low-rank adapters."""
+
+    words: SetOption = field(factory=list)
+    settings: SettingsOption = None
+    adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS
+
+
+NO_CHANGES = ModelChanges()

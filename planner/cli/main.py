@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
+from .adapter_options import NO_CHANGES, ModelChanges
 from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, reject_rounded, unwrap_help, usage_error
-from .budget_options import NO_BUDGET, BudgetOptions
 from .plan_options import DEFAULT_JOB, DEFAULT_RESULT, JobOptions, ResultOptions
 from .process import cyclic_gc_disabled, run_and_flush
 from .run_options import NO_RUN, RunOptions
-from .settings import SetOption, SettingsOption, model_arguments, options_of_settings
+from .settings import model_arguments, options_of_settings
 from .versions import VERSION_HELP, installed_versions
 
 if TYPE_CHECKING:
@@ -63,11 +62,8 @@ def find_plan(
     *more: Annotated[str, Parameter(show=False)],
     run: Annotated[RunOptions, Parameter(name="*")] = NO_RUN,
     job: Annotated[JobOptions, Parameter(name="*")] = DEFAULT_JOB,
-    cost: BudgetOptions = NO_BUDGET,
-    words: SetOption = [],  # noqa: B006
-    settings: SettingsOption = None,
+    changes: Annotated[ModelChanges, Parameter(name="*")] = NO_CHANGES,
     fixed: FixedLayout = NOTHING_FIXED,
-    adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
     result: Annotated[ResultOptions, Parameter(name="*")] = DEFAULT_RESULT,
 ) -> int | None:
     """Find the fastest layout of a model on a cluster, explain it, and write it to a plan file.
@@ -88,14 +84,14 @@ def find_plan(
     from .actions import print_rules
 
     result.check()
-    cost.check_searched(run=run.path is not None, lint=result.lint, pareto=result.pareto)
-    budget, chosen = cost.budget(), fixed_fields(fixed)
+    result.cost.check_searched(run=run.path is not None, lint=result.lint, pareto=result.pareto)
+    budget, chosen = result.cost.budget(), fixed_fields(fixed)
     positional = (() if model is None else (model,)) + more
     if run.path is not None:
         from .second_opinion import check_alone, print_opinion
 
         check_alone(job, chosen, result)
-        return print_opinion(run, job, result, positional, words)
+        return print_opinion(run, job, result, positional, changes.words)
     if more:
         if model in _MEGALOOM_COMMANDS:
             raise UserError(f"{model} is a command of megaloom\nuse megaloom {shlex.join(positional)}")
@@ -106,8 +102,8 @@ def find_plan(
             return print_rules(result.as_json)
         raise UserError(f"MODEL is missing\n{WANTED}")
     result.check_files()
-    declared, ref = find(model, model_arguments(words, settings))
-    declared = adapters.added_to(declared, ref)
+    declared, ref = find(model, model_arguments(changes.words, changes.settings))
+    declared = changes.adapters.added_to(declared, ref)
     return _plan_or_list(declared, ref, job, chosen, result, budget)
 
 

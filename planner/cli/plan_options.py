@@ -11,6 +11,7 @@ from megaloom.planner.contract.known_devices import MEMORY
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
 from .arguments import parse_share
+from .budget_options import NO_BUDGET, BudgetOptions
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Model
@@ -84,6 +85,7 @@ class ResultOptions:
     """File for a web page of the plan: step time, timeline, memory, devices, and other layouts."""
     trace: str | None = None
     """File for a Chrome trace of the predicted step, for ui.perfetto.dev; compressed if its name ends in .gz."""
+    cost: BudgetOptions = NO_BUDGET
 
     @property
     def _files(self) -> tuple[tuple[str, str | None], ...]:
