@@ -136,7 +136,7 @@ def _moves(opinion: Opinion, plan: Plan) -> Iterator[str]:
     edits = edits_of(opinion, opinion.together)
     rest = edits if isinstance(edits, str) else [edit for edit in edits if edit.text not in shown]
     text = f"all of these: {format_seconds(opinion.together.predicted.step_seconds)} a step, {opinion.together.layout}"
-    yield _row(_share(opinion.together, step), f"{text}{_edits_text(rest, opinion.run.path, ', with ')}")
+    yield _row(_share(opinion.together, step), f"{text}{_edits_text(rest, opinion.run.path, '; also ')}")
 
 
 def _share(plan: Plan | None, step: float) -> str:
