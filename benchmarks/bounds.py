@@ -74,6 +74,11 @@ def _balanced(name: str) -> Callable[..., BalancedBounds]:
     return weaker
 
 
+def _without_recompute(table: CostTable, *cap: Any, within_cap: Any = balanced_partition._within_cap) -> Any:
+    """Return what `_within_cap` does, with the seconds of a micro-batch without recompute of first blocks."""
+    return balanced_partition._plain_seconds(table), *within_cap(table, *cap)[1:]
+
+
 def _new_table(pricer: Pricer, layout: Layout) -> CostTable:
     """Return a cost table, without looking for one that is known."""
     cache = pricer.cost_cache
@@ -88,9 +93,7 @@ REMOVALS = {
     "sends": Removal(base_costs, "_send_seconds", lambda base, _: np.zeros(len(base))),
     "interleaved_nbytes": Removal(interleaved_memory, "interleaved_nbytes", lambda state, *_: np.zeros(len(state))),
     "base layouts in 1F1B": Removal(lower_bounds, "_may_interleave", lambda base, _: base.pp > 1),
-    "recompute within the time cap": Removal(
-        balanced_partition, "_least_seconds", lambda table, _: balanced_partition._plain_seconds(table)
-    ),
+    "recompute within the time cap": Removal(balanced_partition, "_within_cap", _without_recompute),
     "waiting for sharded weights": Removal(balanced_partition, "_waiting_seconds", lambda x, *_: np.zeros(len(x))),
     "gathers of sharded weights": Removal(LowerBounds, "_gathering_seconds", lambda _, x, __: np.zeros(len(x))),
     "expected seconds": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("expected_seconds")),

@@ -29,6 +29,7 @@ from .lower_bounds import BoundedLayouts, LowerBounds
 # its stage boundaries: the gain is 1.6 % on average (partition/local_search.py), and hardly ever more than this where
 # the balanced partition fits the memory.
 EXPECTED_SHARE = 0.97
+SLACK = 1 + 1e-9  # tolerance for sums of the same seconds in another order
 RECOMPUTE_FIELDS = ("recompute", "recompute_modules", "recompute_layers")
 
 Balance = Callable[[Sequence[Layout]], Sequence[tuple[CostTable, StageBounds]]]  # cost table and balanced partition
@@ -63,11 +64,10 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: Bounde
         extra = np.array([(table.least_boundary, table.workspace, table.library) for table, _ in chosen], dtype=float)
         here, tables = stages == count, [table for table, _ in chosen]
         slowest = sums[..., STEP_COLUMNS].sum(axis=2).max(axis=1)
-        saved, (plain, through) = np.zeros((2, len(tables))), np.zeros((2, len(tables)))
-        plain[:] = [_plain_seconds(table) for table in tables]
+        plain = np.array([_plain_seconds(table) for table in tables])
         if (x.vpp[here] > 1).any():
-            saved = _saved_within_cap(tables, slowest, count)
-            through[:] = [_least_seconds(*row) for row in zip(tables, slowest.tolist(), strict=True)]
+            each = zip(tables, slowest.tolist(), strict=True)
+            through, *saved = np.array([_within_cap(one, most, count) for one, most in each]).T
         row = np.zeros(len(first), dtype=np.intp)
         row[some] = np.arange(len(some))
         for pp in np.flatnonzero(np.bincount(x.pp[here])).tolist():
@@ -79,7 +79,8 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: Bounde
             nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[table], extra[table]))
             if pp == count:
                 continue
-            least[mine] = np.maximum(least[mine], _capped_nbytes(lower_bounds, part, extra[table], *saved[:, table]))
+            capped = _capped_nbytes(lower_bounds, part, extra[table], *(column[table] for column in saved))
+            least[mine] = np.maximum(least[mine], capped)
             if lower_bounds.many[count]:
                 expected[mine] = EXPECTED_SHARE * _interleaved_seconds(lower_bounds, part, sums[table])
     return BalancedBounds(seconds, np.maximum(seconds, expected), nbytes, least)
@@ -113,24 +114,30 @@ def _plain_seconds(table: CostTable) -> float:
     return float(table.rows[:, STEP_COLUMNS].sum(axis=1) @ table.structure.kind_counts)
 
 
-def _least_seconds(table: CostTable, slowest: float) -> float:
-    """Return the least T of partitions whose stages are no slower than the partitioner accepts.
+def _within_cap(table: CostTable, slowest: float, count: int) -> tuple[float, float, float]:
+    """Return (T, saved, largest saved) of `count` stages, none of which is slower than the partitioner accepts.
 
-    slowest: seconds of the slowest stage of the balanced partition. Bound, where only the first blocks of a stage are
-    recomputed: T ≥ T₀ + q ρ, with ρ the seconds of recompute of all blocks, and q the least share of its recompute that
-    a stage has. A stage from cut point i has the least share if it is as long as is accepted: what follows its first
-    blocks is not recomputed.
+    slowest: seconds of the slowest stage of the balanced partition. T is a lower bound of the seconds of one
+    micro-batch through the model, `saved` of the bytes that all stages save of it, and no stage saves more than
+    `largest saved`. Bounds where only the first blocks of a stage are recomputed: T ≥ T₀ + q ρ, with ρ the seconds of
+    recompute of all blocks, and q the least share of its recompute that a stage has. A stage from cut point i has the
+    least share if it is as long as is accepted: what follows its first blocks is not recomputed. And
+    Σ a_s ≥ max(a − s F, a'), with a the bytes that the model saves without recompute and a' with recompute of all
+    blocks, and F the most that recompute of the first blocks of a stage frees.
     """
-    if table.recompute_rows is None:
-        return _plain_seconds(table)
-    stages = segment_sums(table, np.array(table.structure.cut_points), STEP_COLUMNS)
-    assert stages.extra is not None and stages.extra_end is not None
-    far = stages.farthest(_slowest_accepted(slowest))
-    every = stages.extra[far] - stages.extra
-    recomputed = np.minimum(stages.extra_end, stages.extra[far]) - stages.extra
-    some = every > 0
-    share = float((recomputed[some] / every[some]).min(initial=1.0))
-    return float(stages.sums[-1] + share * stages.extra[-1])
+    cuts = np.array(table.structure.cut_points)
+    seconds, saved = (segment_sums(table, cuts, columns) for columns in (STEP_COLUMNS, [CostColumn.SAVED]))
+    far = seconds.farthest(SLACK * WHOLE_BLOCKS * SLOWEST_FACTOR * slowest)
+    through, least, most = _plain_seconds(table), float(saved.sums[-1]), float(saved(np.arange(len(cuts)), far).max())
+    if seconds.extra is not None and seconds.extra_end is not None:
+        every = seconds.extra[far] - seconds.extra
+        recomputed = np.minimum(seconds.extra_end, seconds.extra[far]) - seconds.extra
+        some = every > 0
+        through += float((recomputed[some] / every[some]).min(initial=1.0) * seconds.extra[-1])
+    if saved.extra is not None and saved.extra_end is not None:
+        freed = float((saved.extra - saved.extra_end).max())
+        least = max(least - count * freed, least + float(saved.extra[-1]))
+    return through, least, most
 
 
 def _waiting_seconds(x: Layouts, which: Column, tables: Sequence[CostTable]) -> Rows:
@@ -157,11 +164,6 @@ def _waiting_of_model(table: CostTable, layout: Layout) -> float:
     return float(waiting @ table.structure.kind_counts)
 
 
-def _slowest_accepted(slowest: float) -> float:
-    """Return the most seconds of a stage that the partitioner accepts. slowest: of the balanced partition's stages."""
-    return interleaved_memory.SLACK * WHOLE_BLOCKS * SLOWEST_FACTOR * slowest
-
-
 def _capped_nbytes(
     lower_bounds: LowerBounds, bounded: BoundedLayouts, extra: Rows, saved: Rows, largest_saved: Rows
 ) -> Rows:
@@ -185,30 +187,6 @@ def _capped_nbytes(
     state = costs.state_nbytes[bounded.base, x.shard] / pp + costs.runtime_nbytes[bounded.base]
     transient = workspace + library + memory.RECEIVE_BUFFERS * boundary
     return memory.rank_memory(state, activations / pp, 1.0, transient)
-
-
-def _saved_within_cap(tables: Sequence[CostTable], slowest: Rows, count: int) -> Rows:
-    """Return the least that `count` stages save together and the most that one saves: [2, tables].
-
-    No stage is slower than the partitioner accepts; `slowest` are the seconds of the slowest stage of each balanced
-    partition. Bound: Σ a_s ≥ max(a − s F, a'), with a the bytes that the model saves without recompute and a' with
-    recompute of all blocks, and F the most that recompute of the first blocks of a stage frees.
-    """
-    out = np.empty((2, len(tables)))
-    for i, (table, seconds) in enumerate(zip(tables, slowest.tolist(), strict=True)):
-        out[:, i] = _saved_under(table, _slowest_accepted(seconds), count)
-    return out
-
-
-def _saved_under(table: CostTable, cap: float, count: int) -> tuple[float, float]:
-    cuts = np.array(table.structure.cut_points)
-    saved = segment_sums(table, cuts, [CostColumn.SAVED])
-    far = segment_sums(table, cuts, STEP_COLUMNS).farthest(cap)
-    most, least = float(saved(np.arange(len(cuts)), far).max()), float(saved.sums[-1])
-    if saved.extra is not None and saved.extra_end is not None:
-        freed = float((saved.extra - saved.extra_end).max())
-        least = max(least - count * freed, least + float(saved.extra[-1]))
-    return least, most
 
 
 def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:

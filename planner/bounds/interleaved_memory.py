@@ -16,7 +16,6 @@ from megaloom.planner.pipeline import schedules
 from .base_costs import TINY
 
 ODD_INVERSES = np.concatenate([[0.0], np.cumsum(1 / np.arange(1.0, 2**13, 2))])  # [n] 1 + 1/3 + ... of n terms
-SLACK = 1 + 1e-9  # tolerance for sums of the same seconds in another order
 
 
 def too_many_partitions(segments: int) -> NDArray[np.bool_]:
