@@ -9,7 +9,6 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from megaloom.planner.contract.choices import OverlapSet
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.price import Priced
@@ -28,7 +27,6 @@ CHANGE_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "stages": (),
     }
 )
-MOST_CHANGES = 3  # changes
 PAIRS = 5  # pairs that are extended to three changes
 WORTH_SHARE = 0.01  # share of the step that one more change must save
 
@@ -85,8 +83,7 @@ class _Pricing:
         if self.run.world % inner:
             return None
         x = evolve(x, dp=self.run.world // inner, vpp=x.vpp if x.pp > 1 else 1)
-        x = evolve(x, sequence_parallel=x.sequence_parallel and x.tp > 1)
-        return x if "overlap" in groups else evolve(x, overlaps=OverlapSet(x.overlaps))
+        return evolve(x, sequence_parallel=x.sequence_parallel and x.tp > 1)
 
 
 def valuable_moves(run: Layout, seconds: float, best: Layout, own: Pricer, free: Pricer) -> Moves:
