@@ -17,7 +17,8 @@ from megaloom.planner.runs.shell.record import Record
 from megaloom.planner.runs.words import Origin, Unknown
 
 Flow = str
-"""How a command ends: "" goes on; "exit", "return", "break" and "continue" leave what is around it."""
+"""Effect of a command on what follows: "" goes on; "exit", "return", "break" and "continue" leave the script, the
+function or the loop around it."""
 
 
 class BranchEvaluator:

@@ -157,4 +157,4 @@ PURE_PROGRAMS: dict[str, Program] = {
 FILTERS = frozenset({"bc", "tr", "cut", "wc", "head", "tail", "xargs", "sed"})
 """Programs that read their input."""
 READING_FILES = frozenset({"sed", "head", "tail", "cut"})
-"""Those that read the file named last instead."""
+"""Programs that read the file that their last argument names, if there is one."""

@@ -1,4 +1,4 @@
-"""What a script does not say stays unknown and is named; what a condition does not change stays known."""
+"""The evaluator names what a script does not say, and knows what an unknown condition does not change."""
 
 import os
 import subprocess
