@@ -7,9 +7,9 @@ from typing import Literal
 
 from attrs import field, frozen
 
-UnknownKind = Literal["variable", "file", "positional", "command", "condition"]
+UnknownKind = Literal["variable", "file", "positional", "command", "condition", "placeholder"]
 """A variable that is not set, a file that is not there, a positional argument that is not given, the output of another
-program, or a condition that depends on one of them."""
+program, a condition that depends on one of them, or `<…>` that a reader of the file is to replace."""
 
 
 @frozen(order=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import posixpath
+from pathlib import Path
 
+from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.shell.assignments import CommandWords
 from megaloom.planner.runs.shell.branches import Flow
 from megaloom.planner.runs.shell.commands import CommandEvaluator
 from megaloom.planner.runs.shell.expand.state import State, Status, merged_states
 from megaloom.planner.runs.shell.folders import Folders
 from megaloom.planner.runs.shell.parse.parser import ShellParser
-from megaloom.planner.runs.shell.parse.source import ShellSyntaxError, Source, file_source, text_source
+from megaloom.planner.runs.shell.parse.source import Source, file_source, text_source
 from megaloom.planner.runs.shell.parse.text import (
     Text,
     as_word,
@@ -89,19 +91,25 @@ TESTS = frozenset(
 DEEPEST = 30
 
 
+def place(path: str) -> Path:
+    """Return the path of a file without links and dots, however it was named."""
+    return Path(path).resolve()
+
+
 class ProgramEvaluator(CommandEvaluator):
     """Evaluates all commands; programs are recorded, and nothing is run."""
 
     def __init__(self, folders: Folders) -> None:
         super().__init__(folders)
         self.depth = 0
+        self.started: list[Path] = []  # scripts that are evaluated now
         self.handlers |= {"eval": self._eval, "source": self._source, ".": self._source, "exec": self._exec}
 
     def parsed(self, source: Source, state: State) -> Flow:
         """Evaluate all commands of a source."""
         self.depth += 1
         if self.depth > DEEPEST:
-            raise ShellSyntaxError(source.origin(0))
+            raise UserError(f"{source.origin(0)}: scripts start each other more than {DEEPEST} times")
         try:
             return self.execute(ShellParser(source).program(""), state)
         finally:
@@ -162,10 +170,10 @@ class ProgramEvaluator(CommandEvaluator):
         name = known_text(words[0])
         if name is None:
             return False
-        found = self._found(name, state)
-        if found is None:
-            return False
-        self._inner(found, prefix, words, state, is_batch=bool(prefix) and shown(prefix[0]) == "sbatch")
+        found, is_batch = self._found(name, state), bool(prefix) and shown(prefix[0]) == "sbatch"
+        if found is None or (is_batch and place(found.origin(0).path) in self.started):
+            return False  # a job that submits itself again
+        self._inner(found, prefix, words, state, is_batch)
         return True
 
     def _found(self, name: str, state: State) -> Source | None:
@@ -191,9 +199,11 @@ class ProgramEvaluator(CommandEvaluator):
             self.record.prefix += [as_word(w, source.origin(0)) for w in prefix]
         self.locals = []
         self.pending.append({})
+        self.started.append(place(inner.path))
         try:
             self.parsed(source, inner)
         finally:
+            self.started.pop()
             self.pending.pop()
             self.record.prefix, self.locals = kept, before
         state.output += inner.output

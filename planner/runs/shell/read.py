@@ -10,7 +10,7 @@ from megaloom.planner.runs.shell.expand.state import State, named_value
 from megaloom.planner.runs.shell.folders import MOST_BYTES, Folders
 from megaloom.planner.runs.shell.parse.source import file_source
 from megaloom.planner.runs.shell.parse.text import known_text, literal
-from megaloom.planner.runs.shell.programs import ProgramEvaluator
+from megaloom.planner.runs.shell.programs import ProgramEvaluator, place
 from megaloom.planner.runs.shell.sbatch import batch_variables, sbatch_options
 from megaloom.planner.runs.words import Origin, Script
 
@@ -47,6 +47,7 @@ def script_of_text(text: str, path: str, environment: Mapping[str, str], positio
         literal(str(working), start),
     )
     evaluator = ProgramEvaluator(Folders(Path(path).parent, working))
+    evaluator.started.append(place(path))
     try:
         evaluator.parsed(file_source(text, path), state)
     except RecursionError:

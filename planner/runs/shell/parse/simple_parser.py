@@ -89,7 +89,7 @@ class SimpleParser(WordParser):
     def redirection(self) -> Redirection | None:
         """Read a redirection if one comes next."""
         match = REDIRECTION.match(self.text, self.position)
-        if not match:
+        if not match or self.opens_word():
             return None
         self.position = match.end()
         self.space()

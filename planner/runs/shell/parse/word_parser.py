@@ -17,13 +17,20 @@ from megaloom.planner.runs.shell.parse.syntax import (
     Sequence,
     SubstitutionPart,
 )
-from megaloom.planner.runs.shell.parse.text import Text, literal
+from megaloom.planner.runs.shell.parse.text import Text, literal, missing
+from megaloom.planner.runs.words import Unknown
 
 BLANK = " \t\n"
 METACHARACTERS = BLANK + ";&|<>()"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PARAMETER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?$!-]")
 SHORT_PARAMETER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]|[@*#?$!-]")
+PLACEHOLDER = re.compile(
+    r"(?:(?<=[=:/])<[A-Za-z][^<>\n|&;$`\"']*>"
+    r"|<[A-Za-z][^<>\n|&;$`\"']*>(?=[ \t]*(?:\n|\Z|;|\)|&&|\|\|)|[ \t]+\|))"
+    r"(?:[ \t]+\([^()\n]*\)(?=[ \t]*(?:\n|\Z)))?"
+)
+"""`<Specify path>` that people leave in examples: inside of a word, or where bash would miss a redirection's file."""
 OPERATORS = (
     ":-", ":=", ":?", ":+", "-", "=", "?", "+", "##", "#", "%%", "%",
     "//", "/#", "/%", "/", ":", "^^", "^", ",,", ",", "@",
@@ -64,7 +71,11 @@ class WordParser:
 
     def word(self, stops: str = METACHARACTERS) -> Parts:
         """Read a word that ends before one of these characters."""
-        return self.parts(lambda: self.peek() in stops)
+        return self.parts(lambda: self.peek() in stops and not self.opens_word())
+
+    def opens_word(self) -> bool:
+        """Return True before a bracket that is part of a word: `<(…)`, `>(…)` or a placeholder such as `<path>`."""
+        return self.peek(2) in ("<(", ">(") or bool(PLACEHOLDER.match(self.text, self.position))
 
     def parts(self, ended: Callable[[], bool], double: bool = False, quotes: bool = True) -> Parts:
         """Read parts of a word until `ended`, as inside of double quotes or outside; `quotes`: quotes are special."""
@@ -109,9 +120,12 @@ class WordParser:
         return self._process(letter)
 
     def _process(self, letter: str) -> Parts:
+        origin = self.source.origin(self.position)
+        if match := PLACEHOLDER.match(self.text, self.position):
+            self.position = match.end()
+            return (LiteralPart(missing(Unknown("<…>", "placeholder", origin)), True),)
         if self.peek(2) != letter + "(":
             return ()
-        origin = self.source.origin(self.position)
         self.position += 2
         body = self.program(")")
         self.position += 1
