@@ -20,7 +20,7 @@ class RunOptions:
     """The file of a run and what a user adds to it."""
 
     path: Annotated[str | None, Parameter(name="--from")] = None
-    """File of a run: a log of Megatron-LM, or the shell or Slurm script that starts it. It is read, never run."""
+    """File of a run: a log of Megatron-LM, the script or settings file that starts it, or a plan. It is never run."""
     env: Annotated[tuple[str, ...], Parameter(name="--env", negative="", show_default=False)] = ()
     """Variable of the script, NAME=VALUE; repeat it for more. Arguments of the script stand after --."""
     vocab: int | None = None
@@ -29,6 +29,8 @@ class RunOptions:
     """Release of Megatron-LM whose defaults hold, such as 0.12.0. [default: 0.16.1]"""
     ignore_flag: Annotated[tuple[str, ...], Parameter(name="--ignore-flag", negative="", show_default=False)] = ()
     """Flag of the file that is read as if it were not there; repeat it for more."""
+    command: int | None = None
+    """Number of the training command that is read, where the file starts several."""
     measured: str | None = None
     """Measured time of a step, such as 12.3s or 850ms."""
     patch: str | None = None
@@ -39,6 +41,7 @@ class RunOptions:
         from megaloom.dsl.errors import UserError
 
         names = {"env": "--env", "vocab": "--vocab", "version_of": "--version-of", "ignore_flag": "--ignore-flag"}
+        names |= {"command": "--command"}
         for name, flag in {**names, "measured": "--measured", "patch": "--patch"}.items():
             if getattr(self, name):
                 raise UserError(f"{flag} has no effect without --from\ngive the file of a run: --from run.sh")
@@ -63,6 +66,7 @@ class RunOptions:
             positional=positional,
             devices=int(count) if count.isdigit() else None,
             flags=tuple(Word("--" + flag.lstrip("-"), Origin("--set", n)) for n, flag in enumerate(flags, 1)),
+            command=self.command,
             hints=Hints(vocab=self.vocab, version=self.version_of, ignored=self.ignore_flag),
         )
 

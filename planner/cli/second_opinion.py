@@ -65,6 +65,8 @@ def cluster_of(run: TrainingRun, gpus: str | None) -> Cluster:
     """Return the cluster of a run: the kind that the user names, with the run's number of devices and machines."""
     from megaloom.planner.hardware.cluster_names import cluster
 
+    if gpus is None and run.own is not None:
+        return run.own.cluster
     if gpus is None:
         raise UserError(f"{run.path} does not state the kind of GPU\ngive it: --gpus {run.devices.count}xH100")
     named = gpus.strip()

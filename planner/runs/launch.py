@@ -73,18 +73,36 @@ def training_commands(script: Script) -> Iterator[Launch]:
         for i, word in enumerate(words):
             if word.text.endswith(".py") and not word.text.startswith("-"):
                 after = words[i + 1 :]
-                if len(MARKS & {w.text.partition("=")[0] for w in _all_words(after)}) >= 2:
+                if has_marks(after):
                     yield Launch(words[:i], word, after, command)
                     break
 
 
 def check_program(program: Word) -> None:
     """Raise UserError for a program that takes Megatron-LM's flags and trains no GPT."""
+    if other := _other(program):
+        name = PurePath(program.text).name
+        raise UserError(f"{program.origin}: {name} trains {other}; only training of GPT is read")
+
+
+def trains_gpt(program: Word) -> bool:
+    """Return whether no part of a program's path says that it does something else."""
+    return not _other(program)
+
+
+def _other(program: Word) -> str:
+    """Return in words what a program does that trains no GPT; nothing for one that may train a GPT."""
     path = PurePath(program.text)
     words = {part for name in path.parts[-3:] for part in name.removesuffix(".py").replace("-", "_").split("_")}
     for mark, what in OTHER_PROGRAMS.items():
         if any(word == mark or (len(mark) > 4 and word.startswith(mark)) for word in words):
-            raise UserError(f"{program.origin}: {path.name} trains {what}; only training of GPT is read")
+            return what
+    return ""
+
+
+def has_marks(words: Sequence[Word]) -> bool:
+    """Return whether words have flags of Megatron-LM, with dashes or underscores, under any outcome of a condition."""
+    return len(MARKS & {word.text.partition("=")[0].replace("_", "-") for word in _all_words(words)}) >= 2
 
 
 def _all_words(words: Sequence[Word]) -> Iterator[Word]:

@@ -32,8 +32,6 @@ from .moves import NO_MOVES, valuable_moves
 from .residual import Cause, causes
 from .run import TrainingRun
 
-RUNTIME = Runtime.MEGATRON
-
 
 @frozen
 class ValuableChange:
@@ -77,7 +75,7 @@ def second_opinion(run: TrainingRun, cluster: Cluster, headroom: float = HEADROO
         return Opinion(run=run, cluster=cluster, broken=broken)
     own, free = (
         Pricer(each, cluster, run.workload, run.profile, headroom)
-        for each in (with_stages(g, run.stages), with_cut_points_of(g, RUNTIME))
+        for each in (with_stages(g, run), with_cut_points_of(g, run.runtime))
     )
     priced, best = own.price(run.layout), best_layout(run, free)
     moves = NO_MOVES
@@ -120,14 +118,16 @@ def best_layout(run: TrainingRun, pricer: Pricer) -> Priced:
 def broken_rules(run: TrainingRun, g: Graph, cluster: Cluster) -> tuple[Violation, ...]:
     """Return the rules that a run's layout breaks, those of silently wrong gradients included."""
     case = (run.layout, g, run.workload, cluster)
+    if run.runtime is Runtime.MEGALOOM:
+        return violations(*case)
     return violations(*case) or export_violations(*case, run.stages)
 
 
-def with_stages(g: Graph, stages: tuple[int, ...]) -> Graph:
-    """Return the graph with the starts of these stages as its only cut points."""
-    if len(stages) == 1:
-        return with_cut_points_of(g, RUNTIME)
-    return RestrictedGraph(g.name, g.nodes, g.outputs, frozenset(stages[1:]))
+def with_stages(g: Graph, run: TrainingRun) -> Graph:
+    """Return the graph with the starts of the run's stages as its only cut points."""
+    if len(run.stages) == 1:
+        return with_cut_points_of(g, run.runtime)
+    return RestrictedGraph(g.name, g.nodes, g.outputs, frozenset(run.stages[1:]))
 
 
 def plan_of(run: TrainingRun, cluster: Cluster, priced: Priced) -> Plan:
@@ -136,7 +136,7 @@ def plan_of(run: TrainingRun, cluster: Cluster, priced: Priced) -> Plan:
     experts, flex = model_requirements(g).experts, needs_flex_attention(g.nodes)
     return Plan(
         version=PLAN_VERSION,
-        model=run.path,
+        model=run.path if run.own is None else run.own.model,
         fingerprint=fingerprint(run.model),
         cluster=cluster,
         workload=run.workload,
@@ -144,6 +144,7 @@ def plan_of(run: TrainingRun, cluster: Cluster, priced: Priced) -> Plan:
         stages=priced.stages,
         predicted=priced.prediction,
         reasons=(),
-        runtime=RUNTIME,
-        environment=assumed_environment(RUNTIME, cluster.device.name, experts, flex),
+        runtime=run.runtime,
+        environment=assumed_environment(run.runtime, cluster.device.name, experts, flex),
+        lora=None if run.own is None else run.own.lora,
     )

@@ -17,6 +17,7 @@ from megaloom.dsl.quoting import printable
 
 from .megatron.log import is_log
 from .opinion import Opinion
+from .own_plan import refuse_patch
 from .read import RunInputs, file_text, read_text
 from .run import Edit
 from .text import edit_text, edits_of
@@ -30,6 +31,7 @@ def write_patch(opinion: Opinion, given: RunInputs, output: str) -> str:
 
     given: what the user gave with the run's file. Nothing is written if there is nothing to change.
     """
+    refuse_patch(opinion.run)
     edits, path = edits_of(opinion, opinion.together), opinion.run.path
     if isinstance(edits, str) or not edits:
         return f"no patch: {edits or 'there is nothing to change'}"

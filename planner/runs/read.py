@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,11 +11,13 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.quoting import shortened
 
 from .argument_file import argument_words, is_argument_file
+from .choice import chosen_launch, no_launch
 from .deepspeed_file import deepspeed_words
 from .launch import USUAL_PROGRAM, Launch, check_program, launched_devices, training_commands
 from .megatron.log import is_log, read_log
 from .megatron.parser import parse_words, table
 from .megatron.read import ArgumentSource, Hints, read_run
+from .own_plan import is_own_plan, plan_run
 from .run import Devices, Note, TrainingRun
 from .settings import SettingsRun, settings_command, settings_text
 from .settings.published import published_model
@@ -47,6 +48,7 @@ class RunInputs:
     devices: int | None = None
     hints: Hints = field(factory=Hints)
     flags: tuple[Word, ...] = ()  # that stand after those of the file
+    command: int | None = None  # number of the training command, counted from 1
 
 
 def read_file(path: str, given: RunInputs) -> TrainingRun:
@@ -62,8 +64,8 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
         overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
         settings = settings_text(text, path, given.environment, overrides, lambda flag: flag in table())
         return _of_settings(settings, path, given)
-    if _is_plan(text):
-        raise UserError(f"{path} is a plan of Megaloom, with its reasons\n`megaloom explain {path}` prints them")
+    if is_own_plan(text):
+        return plan_run(text, path)
     if kind := NOT_READ.get(Path(path).suffix.lower()):
         raise UserError(
             f"{path} is {kind}, which is not read\n"
@@ -111,16 +113,15 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
 
 
 def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
-    """Return the run of the first training command of a script."""
+    """Return the run of a script's training command."""
     launches = list(training_commands(script))
     if not launches:
         for command in script.commands:
             if settings := settings_command(command, given.environment):
                 return _of_settings(settings, path, given)
-        missing = ", ".join(sorted({f"{one.kind} {one.name}" for one in script.unknown}))
-        hint = f"\nnot known: {missing}" if missing else ""
-        raise UserError(f"{path} starts no training of Megatron-LM that could be found{hint}")
-    launch = launches[0]
+        raise no_launch(script, path)
+    chosen = chosen_launch(launches, given.command, path)
+    launch = chosen.launch
     if rollout := next((word for word in launch.words if word.text == "--rollout-batch-size"), None):
         raise UserError(
             f"{rollout.origin}: slime packs its sequences, so the file states no sequence length\n"
@@ -129,7 +130,7 @@ def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
     check_program(launch.program)
     stated = launched_devices(launch, script.sbatch)
     devices = _devices(stated, given.devices, launch)
-    assumed = [Note(f"the first of {len(launches)} training commands", launch.program.origin)] if launches[1:] else []
+    assumed = list(chosen.assumed)
     if (name := Path(launch.program.text).name) != USUAL_PROGRAM:
         assumed.append(Note(f"{shortened(name, 40)} trains as Megatron-LM's {USUAL_PROGRAM}", launch.program.origin))
     matter = [one for one in script.assumed if not (one.name.startswith(OF_LAUNCH) or one.name.endswith(SECRETS))]
@@ -146,12 +147,3 @@ def _devices(stated: Devices | None, given: int | None, launch: Launch) -> Devic
     if stated is None:
         raise UserError(NO_DEVICES.format(launch.program.origin.path))
     return stated
-
-
-def _is_plan(text: str) -> bool:
-    """Return whether a text is a plan of this program."""
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(data, dict) and {"layout", "stages", "predicted"} <= data.keys()

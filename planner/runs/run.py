@@ -9,7 +9,7 @@ from attrs import frozen
 from megaloom.dsl.graph import Model
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.workload import Workload
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.groups import FrameworkProfile
 
 from .words import Origin, Word
@@ -101,3 +101,9 @@ class TrainingRun:
     assumed: tuple[Note, ...] = ()
     measured: Measured | None = None
     edits: Edits | None = None
+    own: Plan | None = None  # the plan of Megaloom that the file is
+
+    @property
+    def runtime(self) -> Runtime:
+        """The program that the prediction is for."""
+        return Runtime.MEGATRON if self.own is None else self.own.runtime

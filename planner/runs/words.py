@@ -69,3 +69,4 @@ class Script:
     unknown: tuple[Unknown, ...] = ()
     assumed: tuple[Unknown, ...] = ()
     files: Mapping[str, str] = field(factory=dict, hash=False)
+    defined: tuple[str, ...] = ()  # names of the variables that hold at least two flags in the end

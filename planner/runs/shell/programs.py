@@ -91,7 +91,7 @@ TESTS = frozenset(
 DEEPEST = 30
 
 
-def place(path: str) -> Path:
+def resolved_path(path: str) -> Path:
     """Return the path of a file without links and dots, however it was named."""
     return Path(path).resolve()
 
@@ -171,7 +171,7 @@ class ProgramEvaluator(CommandEvaluator):
         if name is None:
             return False
         found, is_batch = self._found(name, state), bool(prefix) and shown(prefix[0]) == "sbatch"
-        if found is None or (is_batch and place(found.origin(0).path) in self.started):
+        if found is None or (is_batch and resolved_path(found.origin(0).path) in self.started):
             return False  # a job that submits itself again
         self._inner(found, prefix, words, state, is_batch)
         return True
@@ -199,7 +199,7 @@ class ProgramEvaluator(CommandEvaluator):
             self.record.prefix += [as_word(w, source.origin(0)) for w in prefix]
         self.locals = []
         self.pending.append({})
-        self.started.append(place(inner.path))
+        self.started.append(resolved_path(inner.path))
         try:
             self.parsed(source, inner)
         finally:

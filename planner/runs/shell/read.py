@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.runs.shell.expand.state import State, named_value
+from megaloom.planner.runs.shell.expand.state import State, items_of, named_value
 from megaloom.planner.runs.shell.folders import MOST_BYTES, Folders
 from megaloom.planner.runs.shell.parse.source import file_source
-from megaloom.planner.runs.shell.parse.text import known_text, literal
-from megaloom.planner.runs.shell.programs import ProgramEvaluator, place
+from megaloom.planner.runs.shell.parse.text import joined, known_text, literal, shown
+from megaloom.planner.runs.shell.programs import ProgramEvaluator, resolved_path
 from megaloom.planner.runs.shell.sbatch import batch_variables, sbatch_options
 from megaloom.planner.runs.words import Origin, Script
 
@@ -47,11 +47,20 @@ def script_of_text(text: str, path: str, environment: Mapping[str, str], positio
         literal(str(working), start),
     )
     evaluator = ProgramEvaluator(Folders(Path(path).parent, working))
-    evaluator.started.append(place(path))
+    evaluator.started.append(resolved_path(path))
     try:
         evaluator.parsed(file_source(text, path), state)
     except RecursionError:
         raise UserError(f"{path}: the script is nested too deeply to be evaluated") from None
     record = evaluator.record
     files = {name: content for name, written in state.files.items() if (content := known_text(written)) is not None}
-    return Script(tuple(record.commands), options, tuple(record.unknown), tuple(record.assumed), files)
+    return Script(
+        tuple(record.commands), options, tuple(record.unknown), tuple(record.assumed), files, tuple(_defined(state))
+    )
+
+
+def _defined(state: State) -> Iterator[str]:
+    """Yield the variables that hold at least two flags, most of them first."""
+    held = {name: shown(joined(items_of(variable.value))) for name, variable in state.variables.items()}
+    flags = {name: sum(word.startswith("--") for word in text.split()) for name, text in held.items()}
+    yield from sorted((name for name, count in flags.items() if count > 1), key=lambda name: -flags[name])

@@ -12,14 +12,18 @@ import pytest
 from attrs import evolve
 
 from megaloom.dsl import UserError
+from megaloom.dsl.catalog import find
 from megaloom.dsl.files.json_form import fingerprint
 from megaloom.planner.cli import main
+from megaloom.planner.contract.plan_json import save
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.runs.opinion import Opinion, second_opinion
 from megaloom.planner.runs.patch import write_patch
-from megaloom.planner.runs.read import RunInputs, read_file
+from megaloom.planner.runs.read import RunInputs, read_file, read_text
 from megaloom.planner.runs.run import Measured, TrainingRun
 from megaloom.planner.runs.text import opinion_text
+from megaloom.planner.search.search import plan as search
 from tests.support.limits import LIMIT
 from tests.support.paths import TESTS
 
@@ -217,9 +221,36 @@ def test_an_argument_file_is_read_as_its_command(tmp_path: Path) -> None:
         read_file(str(tmp_path / "run.txt"), RunInputs(devices=4))
 
 
-def test_a_plan_of_ours_is_explained_by_another_command() -> None:
-    with pytest.raises(UserError, match=r"is a plan of Megaloom, with its reasons\n`megaloom explain .*` prints them"):
-        read_file(str(TESTS / "golden" / "plan_version_9.json"), RunInputs())
+@pytest.mark.parametrize("runtime", [Runtime.MEGALOOM, Runtime.MEGATRON])
+def test_a_plan_of_ours_is_a_run_with_its_own_prediction(runtime: Runtime, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    machine, work = cluster("16xH100"), Workload(seq=2048, batch=64)
+    model, ref = find("llama3-8b", {"layers": 4})
+    found = search(
+        model,
+        machine,
+        work,
+        ref=ref,
+        fixed={"tp": 4, "micro_batch": 1},
+        runtime=runtime,
+    )
+    save(found.best, path)
+    run = read_file(str(path), RunInputs())
+    opinion = second_opinion(run, machine)
+    assert opinion.plan == evolve(found.best, reasons=())
+    assert opinion.best is not None and opinion.best.layout.tp < 4 and opinion.gain > 0.1
+    lines = path.read_text().splitlines()
+    (tp,) = (fact for fact in run.stated if fact.name == "tp")
+    assert tp.origin is not None and lines[tp.origin.line_number - 1].strip() == '"tp": 4,'
+    text = opinion_text(opinion)
+    assert f" (line {tp.origin.line_number}, now 4)" in text
+    with pytest.raises(UserError, match="is a plan, which is not patched"):
+        write_patch(opinion, RunInputs(), str(tmp_path / "patch"))
+
+
+def test_a_damaged_plan_is_refused() -> None:
+    with pytest.raises(UserError, match=r"plan\.json"):
+        read_text('{"layout": {}, "stages": [], "predicted": {}}', "plan.json", RunInputs())
 
 
 @pytest.mark.parametrize(

@@ -171,3 +171,43 @@ def test_loops_without_an_end_are_left(text: str) -> None:
 def test_endless_recursion_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"^run\.sh"):
         script(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "X=<Specify path>\ntrain $X",
+        "X=<PATH_OF_MODEL> (e.g., /357m)\ntrain $X",
+        "X=/data/<your corpus>_text\ntrain $X",
+        'CMD="cd <path/to/repo> && train --data=<PATH (see above)> \\\n "\neval $CMD',
+    ],
+)
+def test_a_placeholder_is_unknown_and_never_a_redirection(text: str) -> None:
+    (command,) = script(text).commands
+    assert names(command.unknown) in ([("placeholder", "<…>")], [("placeholder", "<…>")] * 2)
+
+
+def test_redirections_beside_brackets_stay_redirections() -> None:
+    (command,) = script("train --a <in >out --b").commands
+    assert texts(command.words) == ["train", "--a", "--b"] and not command.unknown
+
+
+def test_a_job_that_submits_itself_again_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text('[ "$AGAIN" = yes ] && sbatch --dependency=singleton $0\nsrun train x\n')
+    words = [texts(command.words) for command in read_script(path, {}).commands]
+    assert words == [["sbatch", "--dependency=singleton", str(path)], ["srun", "train", "x"]]
+
+
+def test_scripts_that_start_each_other_without_end_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text("bash $0\n")
+    with pytest.raises(UserError, match="scripts start each other more than 30 times"):
+        read_script(path, {})
+
+
+def test_commands_whose_output_another_reads_as_a_file_are_evaluated() -> None:
+    text = "mapfile -t HOSTS < <(scontrol show hostnames)\ntrain --machines ${#HOSTS[@]} --host ${HOSTS[0]}"
+    commands = script(text).commands
+    assert [texts(c.words)[0] for c in commands] == ["scontrol", "train"]
+    assert texts(commands[1].words) == ["train", "--machines", "?", "--host", "?"]
