@@ -26,7 +26,7 @@ class RunOptions:
     vocab: int | None = None
     """Tokens of the vocabulary before padding, where the file names a tokenizer that is not known."""
     version_of: str | None = None
-    """Release of Megatron-LM whose defaults hold, such as 0.12.0. [default: 0.16.1]"""
+    """Release of Megatron-LM whose defaults hold, such as 0.12.0. [default: 0.16.1, or the first with all flags]"""
     ignore_flag: Annotated[tuple[str, ...], Parameter(name="--ignore-flag", negative="", show_default=False)] = ()
     """Flag of the file that is read as if it were not there; repeat it for more."""
     command: int | None = None

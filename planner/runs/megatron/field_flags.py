@@ -1,6 +1,6 @@
 """Megatron-LM's flags that are fields of a model, a layout or a workload, with their defaults in core_v0.16.1.
 
-The defaults are those of all releases from core_v0.6.0 to core_v0.16.1; `versions` has what differs.
+The defaults are those of all releases from core_v0.6.0 to core_v0.19.0; `versions` has what differs.
 """
 
 from __future__ import annotations

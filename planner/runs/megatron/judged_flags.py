@@ -59,8 +59,8 @@ moe-token-drop-policy ; 1 ; probs ; tokens beyond the capacity are dropped
 moe-use-legacy-grouped-gemm ; 0 ; - ; experts run other kernels
 moe-apply-probs-on-input ; 0 ; - ; probabilities weight the experts' inputs
 moe-flex-dispatcher-backend ; 1 ; deepep,None ; tokens are sent by another library
-moe-deepep-num-sms ; 1 ; 20 ; DeepEP takes another share of multiprocessors
-moe-hybridep-num-sms ; 1 ; 16 ; HybridEP takes another share of multiprocessors
+moe-deepep-num-sms ; 1 ; 20,None ; DeepEP takes another share of multiprocessors
+moe-hybridep-num-sms ; 1 ; 16,None ; HybridEP takes another share of multiprocessors
 moe-extended-tp ; 0 ; - ; tensor parallelism of experts extends over expert-parallel ranks
 no-async-tensor-model-parallel-allreduce|\
 disable-async-tensor-model-parallel-allreduce:async_tensor_model_parallel_allreduce ; 0 ; - ; \

@@ -20,6 +20,7 @@ from megaloom.planner.runs.words import Origin, Word
 from .flag import Effect, Flag
 from .parser import Arguments, GivenArgument, by_dest
 from .read import ArgumentSource, Hints, read_run
+from .versions import RENAMED
 
 LISTING_BEGIN = re.compile(r"-{10,} arguments -{10,}")
 LISTING_END = re.compile(r"-{10,} end of arguments -{10,}")
@@ -84,6 +85,7 @@ def _as_arguments(stated: Mapping[str, Word]) -> Arguments:
     """Return the listed values as arguments: those of known destinations, with what Megatron-LM derived undone."""
     known, given = by_dest(), dict[str, GivenArgument]()
     for dest, word in stated.items():
+        dest = RENAMED.get(dest, dest)
         flag = known.get(dest)
         if flag is None or word.text == "None" or flag.effect is Effect.NOTHING:
             continue

@@ -20,6 +20,7 @@ from .fork_flags import DEEPSPEED_FIELDS, FORK_FLAGS
 from .framework_flags import FRAMEWORK_FLAGS
 from .harmless_flags import HARMLESS
 from .judged_flags import JUDGED
+from .newer_flags import NEWER_FLAGS
 
 UNKNOWN_FLAG = "is not a known flag"
 EVERY_UNKNOWN = "unknown"  # what --ignore-flag calls all flags that are not known
@@ -74,6 +75,11 @@ class Arguments:
         """Return the line that states the first of these arguments which the run states; None if it states none."""
         return next((self.given[dest].origin for dest in dests if dest in self.given), None)
 
+    @property
+    def names(self) -> dict[str, Origin]:
+        """The flags of the run as they are spelled, with their lines."""
+        return {one.word.text.partition("=")[0]: one.origin for one in self.given.values()}
+
     def without(self, names: Sequence[str]) -> Arguments:
         """Return the arguments without those flags, which are spelled as on the command line."""
         ignored = {name.lstrip("-").replace("_", "-") for name in names}
@@ -108,15 +114,14 @@ def is_harmless(one: GivenArgument) -> bool:
 @cache
 def table() -> Mapping[str, Flag]:
     """Return every known flag by each of its spellings, with dashes."""
-    return {
-        name: flag for flag in (*FRAMEWORK_FLAGS, *FORK_FLAGS, *FIELD_FLAGS, *HARMLESS, *JUDGED) for name in flag.names
-    }
+    rows = (*FRAMEWORK_FLAGS, *FORK_FLAGS, *NEWER_FLAGS, *FIELD_FLAGS, *HARMLESS, *JUDGED)
+    return {name: flag for flag in rows for name in flag.names}
 
 
 @cache
 def by_dest() -> Mapping[str, Flag]:
     """Return every known flag by its destination."""
-    return {flag.dest: flag for flag in (*FRAMEWORK_FLAGS, *FORK_FLAGS, *JUDGED, *HARMLESS, *FIELD_FLAGS)}
+    return {flag.dest: flag for flag in (*FRAMEWORK_FLAGS, *FORK_FLAGS, *NEWER_FLAGS, *JUDGED, *HARMLESS, *FIELD_FLAGS)}
 
 
 def defaults() -> Mapping[str, object]:

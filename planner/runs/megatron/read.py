@@ -23,7 +23,7 @@ from .profile import framework_profile, predicted_flags
 from .refusal import refuse_run
 from .stages import first_layers, layers_of_stages
 from .stated import stated_facts
-from .versions import NEWEST, check_version, defaults_of
+from .versions import check_version, defaults_of, least_release, other_releases
 from .vocabulary import vocabulary
 
 PROGRAM = "Megatron-LM"
@@ -53,9 +53,11 @@ class ArgumentSource:
 def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
     """Return the run. Raise UserError with every flag that keeps it from being read."""
     hints = source.hints
-    version = check_version(hints.version or source.version or NEWEST)
+    stated = hints.version or source.version
+    version = check_version(stated or least_release(a.names))
     a = evolve(a, defaults={**a.defaults, **defaults_of(version)}).without(hints.ignored)
-    if trouble := [*a.trouble, *map(_refused, a.judged(Effect.REFUSED))]:
+    absent = _absent(a, version) if stated and not a.complete else ()
+    if trouble := [*a.trouble, *absent, *map(_refused, a.judged(Effect.REFUSED))]:
         raise UserError(trouble_text(trouble))
     a = _with_encoder(a)
     for dest in REQUIRED:
@@ -71,8 +73,8 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
     if len(set(firsts[1:])) < len(firsts) - 1:
         refuse_run(a, "a stage without layers between others is not modelled", "pipeline_model_parallel_layout")
     assumed = list(source.assumed)
-    if not a.complete and not a["deepspeed"] and not (hints.version or source.version):
-        assumed.append(Note(f"release {NEWEST} of Megatron-LM, for what the file leaves to defaults (`--version-of`)"))
+    if not a.complete and not a["deepspeed"] and not stated:
+        assumed.append(Note(f"release {version} of Megatron-LM, for what the file leaves to defaults (`--version-of`)"))
     if origin and origin != "--vocab":
         assumed.append(Note(f"a vocabulary of {vocab:,} tokens: {origin} (`--vocab`)"))
     run = TrainingRun(
@@ -115,6 +117,11 @@ def trouble_text(trouble: list[Trouble]) -> str:
     if asked:
         lines.append(f"give {' '.join(f'--env {name}=…' for name in asked)}")
     return "\n".join(lines)
+
+
+def _absent(a: Arguments, version: str) -> Iterator[Trouble]:
+    for name, message in other_releases(a.names, version):
+        yield Trouble(message, a.names[name], name.removeprefix("--"))
 
 
 def _refused(one: GivenArgument) -> Trouble:
