@@ -1,137 +1,176 @@
-"""Write a plan as overrides of a Megatron-Bridge recipe: one `KEY=VALUE` per line.
+"""Write a plan as a Python script for Megatron-Bridge, which builds the whole configuration and trains by it.
 
-The recipe of the same model provides everything that is not a number: activation, norms, tokenizer, data. Every key of
-the layout is written, so that none keeps the recipe's value.
-Source of the keys: Megatron-Bridge's docs/megatron-lm-to-megatron-bridge.md; those below `model` are the fields of
-megatron-core's TransformerConfig.
+No recipe is used: a recipe's own values would stay where the plan says nothing, and they change between releases.
+The fields are those of Megatron-LM's options for the plan (see `bridge_fields`), and those below where Megatron-Bridge
+has another default than Megatron-LM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from megaloom.dsl import Graph
-from megaloom.planner.contract.choices import GradReduce, Overlap, Recompute
+from megaloom.dsl import GeGLU, Graph, SwiGLU
+from megaloom.planner.contract.choices import GradReduce
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 
+from .bridge_fields import fields_of
 from .decoder import DecoderModel, read_decoder
-from .megatron_fsdp import CHECKPOINTS, STRATEGIES, on_meta_device
-from .megatron_lm import megatron_options
+from .megatron_fsdp import max_connections
+from .megatron_lm import REPORTS, megatron_options, trial_options
+from .option import Option, option
+from .quoting import comment, title
+from .slurm import machines
 from .target import Target, refuse
-from .whole_layers import equal_layers, pipeline_layout, recomputed_layers, stage_layers
 
-MODEL_KEYS = {  # options of Megatron-LM whose value is a number, and their keys below `model`
-    "num-layers": "num_layers",
-    "mtp-num-layers": "mtp_num_layers",
-    "hidden-size": "hidden_size",
-    "num-attention-heads": "num_attention_heads",
-    "num-query-groups": "num_query_groups",
-    "kv-channels": "kv_channels",
-    "ffn-hidden-size": "ffn_hidden_size",
-    "q-lora-rank": "q_lora_rank",
-    "kv-lora-rank": "kv_lora_rank",
-    "qk-head-dim": "qk_head_dim",
-    "qk-pos-emb-head-dim": "qk_pos_emb_head_dim",
-    "v-head-dim": "v_head_dim",
-    "num-experts": "num_moe_experts",
-    "moe-ffn-hidden-size": "moe_ffn_hidden_size",
-    "moe-router-topk": "moe_router_topk",
-    "moe-shared-expert-intermediate-size": "moe_shared_expert_intermediate_size",
-    "attention-dropout": "attention_dropout",
-    "hidden-dropout": "hidden_dropout",
-    "init-method-std": "init_method_std",
-    "seq-length": "seq_length",
-    "make-vocab-size-divisible-by": "make_vocab_size_divisible_by",
+VERSIONS = "0.3 to 0.6"
+WITHOUT_FIELD = frozenset(
+    {
+        "mock-data",  # the kind of the data set
+        "max-position-embeddings",  # always the tokens of a sequence
+        "num-layers-per-virtual-pipeline-stage",  # it counts chunks instead
+    }
+)
+"""Options of Megatron-LM without a field in Megatron-Bridge."""
+KINDS = {
+    "model": "GPTModelProvider",
+    "train": "TrainingConfig",
+    "optimizer": "OptimizerConfig",
+    "scheduler": "SchedulerConfig",
+    "ddp": "DistributedDataParallelConfig",
+    "dist": "DistributedInitConfig",
+    "dataset": "MockGPTDatasetConfig",
+    "tokenizer": "TokenizerConfig",
+    "checkpoint": "CheckpointConfig",
+    "logger": "LoggerConfig",
+    "mixed_precision": "MixedPrecisionConfig",
 }
-RECIPES = {  # of mixed precision
-    Precision.BF16: "bf16_mixed",
-    Precision.FP16: "fp16_mixed",
-    Precision.FP8: "bf16_with_fp8_current_scaling_mixed",
-    Precision.MXFP8: "bf16_with_mxfp8_mixed",
-    Precision.NVFP4: "bf16_with_nvfp4_mixed",
+"""The sections of a ConfigContainer, and the class of each."""
+_LATENT = "MLAModelProvider"
+_CONFIG = "megatron.bridge.training.config"
+_MODULES = {
+    "model": "megatron.bridge.models.gpt_provider",
+    "mixed_precision": "megatron.bridge.training.mixed_precision",
 }
 
 
-def overrides(plan: Plan, graph: Graph) -> str:
-    """Return a plan as overrides of a recipe, KEY=VALUE lines. Raises UserError that names what no key expresses."""
-    return "".join(f"{key}={_hydra(value)}\n" for key, value in _pairs(plan, graph))
-
-
-def _pairs(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
-    if plan.workload.precision not in RECIPES:
-        refuse(
-            Target.MEGATRON_BRIDGE,
-            f"precision {plan.workload.precision}",
-            f"plan with --precision {' or '.join(RECIPES)}",
-        )
-    if plan.layout.grad_reduce is not GradReduce.FP32:
-        what = f"{plan.layout.grad_reduce} gradients: its named recipes of mixed precision reduce gradients in fp32"
-        refuse(Target.MEGATRON_BRIDGE, what, "use `megaloom export --to megatron-lm`, or plan with --grad-reduce fp32")
-    options = {one.name: one.values for one in megatron_options(plan, graph, Target.MEGATRON_BRIDGE).model}
+def script(plan: Plan, graph: Graph) -> str:
+    """Return a plan as a script for Megatron-Bridge. Raises UserError that names what no field expresses."""
     model = read_decoder(graph, Target.MEGATRON_BRIDGE)
-    yield from ((f"model.{key}", options[name][0]) for name, key in MODEL_KEYS.items() if name in options)
-    yield "dataset.seq_length", plan.workload.seq
-    yield from ((f"model.{key}", value) for key, value in _layout(plan, graph))
-    yield "train.micro_batch_size", plan.layout.micro_batch
-    yield "train.global_batch_size", plan.workload.batch
-    x, copies = plan.layout, plan.layout.dp * plan.layout.cp
-    yield "ddp.use_distributed_optimizer", bool(x.shard)
-    yield "optimizer.use_distributed_optimizer", bool(x.shard)
-    yield from _fsdp(x, model)
-    yield "ddp.overlap_grad_reduce", copies > 1 and x.has_overlap(Overlap.GRADIENTS)
-    yield "ddp.overlap_param_gather", copies > 1 and x.has_overlap(Overlap.WEIGHTS)
-    if x.sequence_parallel:
-        yield "comm_overlap.tp_comm_overlap", x.has_overlap(Overlap.TENSOR)
-    if x.ep > 1:
-        yield "comm_overlap.overlap_moe_expert_parallel_comm", x.has_overlap(Overlap.EXPERTS)
-    yield "mixed_precision", RECIPES[plan.workload.precision]
+    if model.positions not in (None, plan.workload.seq):
+        what = f"{model.positions} learned positions with sequences of {plan.workload.seq} tokens"
+        refuse(Target.MEGATRON_BRIDGE, what, f"plan with --seq {model.positions}, or use --to megatron-lm")
+    fields = config_fields(plan, graph)
+    nodes, each = machines(plan.cluster)
+    rendezvous = "" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    environment = _environment(plan.layout)
+    body = "".join(f"        {name}={_call(name, fields)},\n" for name in KINDS)
+    return f"""{title(plan, graph.name)}\
+{comment(f"For Megatron-Bridge {VERSIONS}: torchrun {rendezvous}--nproc-per-node {each} THIS_FILE")}\
+# It trains on mock data for a few steps. Replace the data set, the tokenizer and the schedule by yours.
+{_notes(model)}{_imports(fields, environment)}
+
+def config() -> ConfigContainer:
+    return ConfigContainer(
+{body}    )
 
 
-def _fsdp(x: Layout, m: DecoderModel) -> Iterator[tuple[str, object]]:
-    """Yield the keys of Megatron-FSDP, or those that switch it off in a recipe that has it."""
-    yield "dist.use_megatron_fsdp", x.fsdp
-    yield "ddp.use_megatron_fsdp", x.fsdp
-    yield "model.init_model_with_meta_device", on_meta_device(x, m)
-    yield "checkpoint.ckpt_format", CHECKPOINTS if x.fsdp else "torch_dist"
-    if x.fsdp:
-        yield "ddp.data_parallel_sharding_strategy", STRATEGIES[x.shard]
-        yield "ddp.num_distributed_optimizer_instances", x.replicas
-        yield "ddp.average_in_collective", False
-        yield "model.gradient_accumulation_fusion", False
-        yield "dist.use_tp_pp_dp_mapping", False
+if __name__ == "__main__":
+{environment}    pretrain(config(), forward_step)
+"""
 
 
-def _layout(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
-    x, model = plan.layout, read_decoder(graph, Target.MEGATRON_BRIDGE)
-    stages = stage_layers(plan, model, graph, Target.MEGATRON_BRIDGE)
-    yield "tensor_model_parallel_size", x.tp
-    yield "sequence_parallel", x.sequence_parallel
-    yield "pipeline_model_parallel_size", x.pp
-    yield "virtual_pipeline_model_parallel_size", x.vpp if x.vpp > 1 else None
-    yield "pipeline_model_parallel_layout", pipeline_layout(stages) if equal_layers(stages) is None else None
-    yield "num_layers_in_first_pipeline_stage", None
-    yield "num_layers_in_last_pipeline_stage", None
-    yield "account_for_embedding_in_pipeline_split", False
-    yield "account_for_loss_in_pipeline_split", False
-    yield "microbatch_group_size_per_vp_stage", x.microbatch_group or None
-    yield "context_parallel_size", x.cp
-    yield "expert_model_parallel_size", x.ep
-    yield "expert_tensor_parallel_size", x.etp
-    blocks = recomputed_layers(x, model, Target.MEGATRON_BRIDGE)
-    yield "recompute_granularity", None if x.recompute is Recompute.NONE else str(x.recompute)
-    yield "recompute_method", None if blocks == 0 else "block" if blocks else "uniform"
-    yield "recompute_num_layers", None if blocks == 0 else blocks or 1
-    if x.recompute is Recompute.SELECTIVE:
-        yield "recompute_modules", f"[{','.join(x.recomputed_modules)}]"
+def config_fields(plan: Plan, graph: Graph) -> dict[str, str]:
+    """Return the fields of the configuration, `section.name`, with their values as Python writes them."""
+    options, model = megatron_options(plan, graph, Target.MEGATRON_BRIDGE), read_decoder(graph, Target.MEGATRON_BRIDGE)
+    fields = dict(_defaults(plan, model))
+    for one in (*options.model, *options.layout, *_chunks(plan.layout), *options.step, *REPORTS, *trial_options(model)):
+        if one.name not in WITHOUT_FIELD:
+            fields |= dict(fields_of(one))
+    return fields
 
 
-def _hydra(value: object) -> str:
-    """Return a value as Hydra reads it. A stage layout is quoted, because brackets are Hydra's own syntax."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = str(value)
-    return f"'{text}'" if "(" in text or "|" in text else text
+def _chunks(x: Layout) -> Iterator[Option]:
+    if x.vpp > 1:
+        yield option("num-virtual-stages-per-pipeline-rank", x.vpp)
+
+
+def _defaults(plan: Plan, m: DecoderModel) -> Iterator[tuple[str, str]]:
+    """Yield the fields whose defaults are not Megatron-LM's, and those that no option of Megatron-LM sets."""
+    x, biases = plan.layout, getattr(m.attention, "bias", False)
+    gated = isinstance(m.dense or (m.moe and m.moe.expert), SwiGLU | GeGLU)
+    yield "model.activation_func", "torch.nn.functional.gelu"
+    yield "model.bias_activation_fusion", str(gated or biases)
+    yield "model.bias_dropout_fusion", "True"
+    yield "model.apply_rope_fusion", str(m.positions is None and getattr(m.attention, "rope", None) is not None)
+    yield "model.cross_entropy_loss_fusion", "False"
+    yield "model.masked_softmax_fusion", "True"
+    yield "model.attention_softmax_in_fp32", "False"
+    yield "model.deallocate_pipeline_outputs", "True"
+    yield "model.mtp_num_layers", "None"
+    if m.moe and m.dense:
+        yield "model.transformer_layer_spec", "partial(get_gpt_decoder_block_spec, use_transformer_engine=True)"
+    if x.vpp > 1:
+        yield "model.overlap_p2p_comm", "True"
+        yield "model.batch_p2p_comm", "False"
+    yield "ddp.check_for_nan_in_grad", "True"
+    yield "dataset.random_seed", "1234"
+    yield "dataset.seq_length", str(plan.workload.seq)
+    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        yield f"dataset.{name}", "False"
+    if plan.workload.precision is Precision.FP32:
+        yield "mixed_precision.fp32", "True"
+        yield "mixed_precision.params_dtype", "torch.float32"
+        yield "mixed_precision.pipeline_dtype", "torch.float32"
+    yield "mixed_precision.grad_reduce_in_fp32", str(x.grad_reduce is GradReduce.FP32)
+
+
+def _call(section: str, fields: Mapping[str, str]) -> str:
+    """Return the call that makes a section, one field a line."""
+    own = "".join(
+        f"            {path.partition('.')[2]}={value},\n"
+        for path, value in fields.items()
+        if path.startswith(f"{section}.")
+    )
+    return f"{_kind(section, fields)}(\n{own}        )" if own else f"{_kind(section, fields)}()"
+
+
+def _kind(section: str, fields: Mapping[str, str]) -> str:
+    return _LATENT if section == "model" and "model.multi_latent_attention" in fields else KINDS[section]
+
+
+def _imports(fields: Mapping[str, str], environment: str) -> str:
+    """Return the script's imports."""
+    standard = "import os\n" if environment else ""
+    if "model.transformer_layer_spec" in fields:
+        standard += "from functools import partial\n"
+    text = f"{standard}\nimport torch\n"
+    latent = _kind("model", fields) == _LATENT
+    modules = {**_MODULES, "model": "megatron.bridge.models.mla_provider"} if latent else _MODULES
+    lines = [
+        f"from {modules[section]} import {_kind(section, fields)}\n" for section in KINDS if section in modules
+    ] + [
+        f"from {_CONFIG} import (\n    ConfigContainer,\n"
+        + "".join(f"    {kind},\n" for section, kind in KINDS.items() if section not in modules)
+        + ")\n",
+        "from megatron.bridge.training.gpt_step import forward_step\n",
+        "from megatron.bridge.training.pretrain import pretrain\n",
+    ]
+    if "activations." in fields["model.activation_func"]:
+        lines.append("from megatron.core import activations\n")
+    if "model.transformer_layer_spec" in fields:
+        lines.append("from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec\n")
+    return text + "".join(lines)
+
+
+def _environment(x: Layout) -> str:
+    """Return the line that sets CUDA_DEVICE_MAX_CONNECTIONS, or removes it."""
+    limit = max_connections(x)
+    if limit is None:
+        return '    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)\n'
+    return f'    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "{limit}"\n' if limit else ""
+
+
+def _notes(m: DecoderModel) -> str:
+    return comment("The MTP layer reads hidden states after the final norm, the plan's model before it.") if m.mtp else ""

@@ -47,12 +47,20 @@ def on_meta_device(x: Layout, m: DecoderModel) -> bool:
     return x.fsdp and m.positions is None
 
 
-def connections(x: Layout) -> str:
-    """Return the line of a shell script that sets CUDA_DEVICE_MAX_CONNECTIONS, or an empty text.
+def max_connections(x: Layout) -> int | None:
+    """Return the value of CUDA_DEVICE_MAX_CONNECTIONS that a layout needs; 0 if any will do, None if it must be unset.
 
     Before Blackwell, tensor- and context-parallel collectives that overlap with computation need 1, and Megatron-LM
     insists on it. With Megatron-FSDP it refuses 1, and overlap of experts needs more than one, too.
     """
     if x.fsdp or x.has_overlap(Overlap.EXPERTS):
+        return None
+    return 1 if x.tp * x.cp > 1 else 0
+
+
+def connections(x: Layout) -> str:
+    """Return the line of a shell script that sets CUDA_DEVICE_MAX_CONNECTIONS, or an empty text."""
+    limit = max_connections(x)
+    if limit is None:
         return "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
-    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if x.tp * x.cp > 1 else ""
+    return f"export CUDA_DEVICE_MAX_CONNECTIONS={limit}\n" if limit else ""

@@ -184,9 +184,9 @@ MODEL=(
 LAYOUT=(
 {_lines(options.layout)})
 STEP=(
-{_lines((*options.step, *_REPORTS))})
+{_lines((*options.step, *REPORTS))})
 TRAINING=(
-{_lines(_trial(model))})
+{_lines(trial_options(model))})
 if (( $# )); then TRAINING=("$@"); fi
 
 {"srun " if sbatch else ""}torchrun --nnodes {nodes} --nproc-per-node {each} \\
@@ -197,10 +197,10 @@ if (( $# )); then TRAINING=("$@"); fi
 
 
 # Since core_v0.16.0 --eval-interval has no default, and training.py divides train_iters by it before the first step.
-_REPORTS = (option("eval-interval", 1000), option("eval-iters", 0), option("log-interval", 1))
+REPORTS = (option("eval-interval", 1000), option("eval-iters", 0), option("log-interval", 1))
 
 
-def _trial(m: DecoderModel) -> tuple[Option, ...]:
+def trial_options(m: DecoderModel) -> tuple[Option, ...]:
     """Return the options of a short training on mock data."""
     return (
         option("mock-data"),
