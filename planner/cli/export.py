@@ -29,7 +29,7 @@ def export(
     plan
         A plan.json.
     to
-        The program: megatron-lm (a shell script), megatron-bridge (overrides of a recipe), accelerate (a YAML file),
+        The program: megatron-lm (a shell script), megatron-bridge (a Python script), accelerate (a YAML file),
         torchtitan (a TOML file), slurm (a job for sbatch that runs `megaloom train`, or Megatron-LM if the plan was
         made with --runtime megatron), kubernetes (a PyTorchJob) and skypilot (a task) that run `megaloom train`.
     output

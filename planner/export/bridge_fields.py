@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from .option import Option
 
-VALUES = {
+VALUE_FIELDS = {
     "norm-epsilon": "model.layernorm_epsilon",
     "num-experts": "model.num_moe_experts",
     "rotary-seq-len-interpolation-factor": "model.seq_len_interpolation_factor",
@@ -41,7 +41,7 @@ VALUES = {
 }
 """Options with a value, and the field that has it."""
 
-SWITCHES = {
+SWITCH_FIELDS = {
     "disable-bias-linear": {"model.add_bias_linear": "False"},
     "untie-embeddings-and-output-weights": {"model.share_embeddings_and_output_weights": "False"},
     "apply-layernorm-1p": {"model.layernorm_zero_centered_gamma": "True"},
@@ -81,10 +81,10 @@ EXPRESSIONS = frozenset({"moe-layer-freq"})  # their text is a Python expression
 
 def fields_of(one: Option) -> Iterator[tuple[str, str]]:
     """Yield the fields of an option, each with its value as Python writes it."""
-    if one.name in SWITCHES:
-        yield from SWITCHES[one.name].items()
+    if one.name in SWITCH_FIELDS:
+        yield from SWITCH_FIELDS[one.name].items()
         return
-    path = VALUES.get(one.name, f"model.{one.name.replace('-', '_')}")
+    path = VALUE_FIELDS.get(one.name, f"model.{one.name.replace('-', '_')}")
     if not one.values:
         yield path, "True"
     elif one.name in LISTS:
@@ -92,10 +92,10 @@ def fields_of(one: Option) -> Iterator[tuple[str, str]]:
     elif one.name == "window-size":
         yield path, f"({one.values[0].replace(',', ', ')})"
     else:
-        yield path, _spaced(one.values[0]) if one.name in EXPRESSIONS else literal(one.values[0])
+        yield path, _spaced(one.values[0]) if one.name in EXPRESSIONS else python_value(one.values[0])
 
 
-def literal(text: str) -> str:
+def python_value(text: str) -> str:
     """Return the text of an option's value as Python writes that value: a number as it is, other text quoted."""
     try:
         float(text)

@@ -100,7 +100,7 @@ def _writer(target: Target) -> Callable[[Plan, Graph], str]:
     return {
         Target.MEGATRON_LM: megatron_lm.script,
         Target.SLURM: megatron_lm.slurm_script,
-        Target.MEGATRON_BRIDGE: megatron_bridge.script,
+        Target.MEGATRON_BRIDGE: megatron_bridge.bridge_script,
         Target.ACCELERATE: accelerate.config_yaml,
         Target.TORCHTITAN: torchtitan.config_toml,
     }[target]

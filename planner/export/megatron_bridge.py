@@ -33,7 +33,7 @@ WITHOUT_FIELD = frozenset(
     }
 )
 """Options of Megatron-LM without a field in Megatron-Bridge."""
-KINDS = {
+BRIDGE_SECTIONS = {
     "model": "GPTModelProvider",
     "train": "TrainingConfig",
     "optimizer": "OptimizerConfig",
@@ -55,7 +55,7 @@ _MODULES = {
 }
 
 
-def script(plan: Plan, graph: Graph) -> str:
+def bridge_script(plan: Plan, graph: Graph) -> str:
     """Return a plan as a script for Megatron-Bridge. Raises UserError that names what no field expresses."""
     model = read_decoder(graph, Target.MEGATRON_BRIDGE)
     if model.positions not in (None, plan.workload.seq):
@@ -65,7 +65,7 @@ def script(plan: Plan, graph: Graph) -> str:
     nodes, each = machines(plan.cluster)
     rendezvous = "" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     environment = _environment(plan.layout)
-    body = "".join(f"        {name}={_call(name, fields)},\n" for name in KINDS)
+    body = "".join(f"        {name}={_call(name, fields)},\n" for name in BRIDGE_SECTIONS)
     return f"""{title(plan, graph.name)}\
 {comment(f"For Megatron-Bridge {VERSIONS}: torchrun {rendezvous}--nproc-per-node {each} THIS_FILE")}\
 # It trains on mock data for a few steps. Replace the data set, the tokenizer and the schedule by yours.
@@ -137,7 +137,7 @@ def _call(section: str, fields: Mapping[str, str]) -> str:
 
 
 def _kind(section: str, fields: Mapping[str, str]) -> str:
-    return _LATENT if section == "model" and "model.multi_latent_attention" in fields else KINDS[section]
+    return _LATENT if section == "model" and "model.multi_latent_attention" in fields else BRIDGE_SECTIONS[section]
 
 
 def _imports(fields: Mapping[str, str], environment: str) -> str:
@@ -148,12 +148,11 @@ def _imports(fields: Mapping[str, str], environment: str) -> str:
     text = f"{standard}\nimport torch\n"
     latent = _kind("model", fields) == _LATENT
     modules = {**_MODULES, "model": "megatron.bridge.models.mla_provider"} if latent else _MODULES
+    kinds = sorted(["ConfigContainer", *(kind for section, kind in BRIDGE_SECTIONS.items() if section not in modules)])
+    own = "".join(f"    {kind},\n" for kind in kinds)
     lines = [
-        f"from {modules[section]} import {_kind(section, fields)}\n" for section in KINDS if section in modules
-    ] + [
-        f"from {_CONFIG} import (\n    ConfigContainer,\n"
-        + "".join(f"    {kind},\n" for section, kind in KINDS.items() if section not in modules)
-        + ")\n",
+        *(f"from {module} import {_kind(section, fields)}\n" for section, module in modules.items()),
+        f"from {_CONFIG} import (\n{own})\n",
         "from megatron.bridge.training.gpt_step import forward_step\n",
         "from megatron.bridge.training.pretrain import pretrain\n",
     ]
@@ -161,7 +160,7 @@ def _imports(fields: Mapping[str, str], environment: str) -> str:
         lines.append("from megatron.core import activations\n")
     if "model.transformer_layer_spec" in fields:
         lines.append("from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec\n")
-    return text + "".join(lines)
+    return text + "".join(sorted(lines))
 
 
 def _environment(x: Layout) -> str:
@@ -173,4 +172,6 @@ def _environment(x: Layout) -> str:
 
 
 def _notes(m: DecoderModel) -> str:
-    return comment("The MTP layer reads hidden states after the final norm, the plan's model before it.") if m.mtp else ""
+    return (
+        comment("The MTP layer reads hidden states after the final norm, the plan's model before it.") if m.mtp else ""
+    )

@@ -25,7 +25,7 @@ from .megatron_fsdp import connections, fsdp_options
 from .megatron_lm_layers import attention_options, expert_options, feed_forward_options
 from .option import Option, option
 from .quoting import title
-from .slurm import MASTER_ADDR, machines, sbatch_header
+from .slurm import MASTER_ADDR, SRUN, machines, sbatch_header
 from .target import Target, refuse
 from .whole_layers import StageLayers, equal_layers, pipeline_layout, recomputed_layers, stage_layers
 
@@ -189,7 +189,7 @@ TRAINING=(
 {_lines(trial_options(model))})
 if (( $# )); then TRAINING=("$@"); fi
 
-{"srun " if sbatch else ""}torchrun --nnodes {nodes} --nproc-per-node {each} \\
+{f"{SRUN} " if sbatch else ""}torchrun --nnodes {nodes} --nproc-per-node {each} \\
   --rdzv-backend c10d --rdzv-id "${{SLURM_JOB_ID:-megaloom}}" \\
   --rdzv-endpoint "${{MASTER_ADDR:-localhost}}:${{MASTER_PORT:-29500}}" \\
   "${{MEGATRON:-.}}/pretrain_gpt.py" "${{MODEL[@]}}" "${{LAYOUT[@]}}" "${{STEP[@]}}" "${{TRAINING[@]}}"

@@ -13,6 +13,8 @@ from .quoting import job_name, shell_word, title
 from .target import Target, refuse
 
 PORT = 29500
+# A step of Slurm has one CPU unless it asks for more, and does not take over what the job asked for.
+SRUN = 'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE"'
 MASTER_ADDR = """export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)"\n"""
 
 
@@ -52,7 +54,7 @@ def train_job(plan: Plan, name: str, path: str) -> str:
 # Arguments after THIS_FILE go to `megaloom train`: --data, --steps, --lr, ...
 set -euo pipefail
 {MASTER_ADDR}
-srun --kill-on-bad-exit=1 torchrun --nnodes {nodes} --nproc-per-node {each} \\
+{SRUN} torchrun --nnodes {nodes} --nproc-per-node {each} \\
   --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$MASTER_ADDR:{PORT}" \\
   -m megaloom.runtime.cli train {shell_word(path)} "$@"
 """

@@ -20,6 +20,8 @@ from .megatron.read import ArgumentSource, Hints, read_run
 from .own_plan import is_own_plan, plan_run
 from .run import Devices, Note, TrainingRun
 from .settings import SettingsRun, settings_command, settings_text
+from .settings.bridge import bridge_run
+from .settings.bridge_script import bridge_script_tree, is_bridge_script
 from .settings.published import published_model
 from .settings.torchtitan_words import torchtitan_words
 from .shell.read import script_of_text
@@ -64,6 +66,8 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
         overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
         settings = settings_text(text, path, given.environment, overrides, lambda flag: flag in table())
         return _of_settings(settings, path, given)
+    if Path(path).suffix.lower() == ".py" and is_bridge_script(text):
+        return _of_settings(bridge_run(bridge_script_tree(text, path), given.environment), path, given)
     if is_own_plan(text):
         return plan_run(text, path)
     if kind := NOT_READ.get(Path(path).suffix.lower()):

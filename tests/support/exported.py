@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from argparse import ArgumentParser, Namespace
@@ -130,6 +131,18 @@ def parser() -> ArgumentParser:
             options |= {"nargs": {"None": None, "3": 3}.get(nargs, nargs), "choices": choices.split() or None}
         parser.add_argument(*names.split(), **options)
     return parser
+
+
+def bridge_fields(script: str) -> dict[str, str]:
+    """Return the fields that a script for Megatron-Bridge sets, section.name, with the text of their values."""
+    calls = (node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call))
+    container = next(call for call in calls if ast.unparse(call.func) == "ConfigContainer")
+    return {
+        f"{section.arg}.{one.arg}": ast.unparse(one.value)
+        for section in container.keywords
+        if isinstance(section.value, ast.Call)
+        for one in section.value.keywords
+    }
 
 
 def groups(script: str) -> dict[str, list[str]]:

@@ -33,6 +33,7 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.megatron import device
 from tests.support.exported import (
     CASES,
+    bridge_fields,
     case,
     groups,
     parsed,
@@ -207,12 +208,15 @@ def test_bridge_sets_fields_of_megatron_core(name: str) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     plan, model = case(name)
-    lines = dict(line.split("=", 1) for line in export_plan(plan, model, Target.MEGATRON_BRIDGE).splitlines())
-    provider = {"seq_length", "make_vocab_size_divisible_by"}  # fields of Megatron-Bridge's GPTModelProvider
+    written = bridge_fields(export_plan(plan, model, Target.MEGATRON_BRIDGE))
+    provider = {  # fields of Megatron-Bridge's GPTModelProvider
+        *("seq_length", "make_vocab_size_divisible_by", "share_embeddings_and_output_weights"),
+        *("position_embedding_type", "transformer_layer_spec"),
+    }
     known = {f.name for f in fields(MLATransformerConfig)} | provider
-    assert {key.removeprefix("model.") for key in lines if key.startswith("model.")} <= known
-    assert lines["model.pipeline_model_parallel_size"] == str(plan.layout.pp)
-    assert lines["train.global_batch_size"] == str(plan.workload.batch)
+    assert {key.removeprefix("model.") for key in written if key.startswith("model.")} <= known
+    assert written["model.pipeline_model_parallel_size"] == str(plan.layout.pp)
+    assert written["train.global_batch_size"] == str(plan.workload.batch)
 
 
 # The keys of `megatron_lm_config` that `accelerate launch` 1.15.0 knows (commands/launch.py).
@@ -299,6 +303,7 @@ def submitted(script: str, tmp_path: Path, *given: str) -> list[str]:
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[0-1]",
+        "SLURM_CPUS_ON_NODE": "112",
     }
     done = subprocess.run(["bash", "-c", script, "it", *given], env=env, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
@@ -310,8 +315,8 @@ def test_slurm_starts_megaloom_on_every_machine(tmp_path: Path) -> None:
     script = export_plan(plan, model, Target.SLURM, "runs/a plan.json")
     words = submitted(script, tmp_path, "--steps", "9")
     assert "#SBATCH --nodes=128\n" in script and "#SBATCH --gpus-per-node=4\n" in script  # an NVL72 is 18 machines
-    assert words[:2] == ["--kill-on-bad-exit=1", "torchrun"] and "n0:29500" in words
-    assert words[2:6] == ["--nnodes", "128", "--nproc-per-node", "4"]
+    assert words[:3] == ["--kill-on-bad-exit=1", "--cpus-per-task=112", "torchrun"] and "n0:29500" in words
+    assert words[3:7] == ["--nnodes", "128", "--nproc-per-node", "4"]
     assert words[-6:] == ["-m", "megaloom.runtime.cli", "train", "runs/a plan.json", "--steps", "9"]
 
 
@@ -321,7 +326,8 @@ def test_slurm_starts_megatron_lm_if_the_plan_is_for_it(tmp_path: Path) -> None:
     script, alone = (export_plan(theirs, model, target) for target in (Target.SLURM, Target.MEGATRON_LM))
     words = submitted(script, tmp_path, "--data-path", "a b")
     assert script.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=deepseek-v3\n#SBATCH --nodes=128\n")
-    assert words[:5] == ["torchrun", "--nnodes", "128", "--nproc-per-node", "4"] and "n0:29500" in words
+    assert words[:3] == ["--kill-on-bad-exit=1", "--cpus-per-task=112", "torchrun"] and "n0:29500" in words
+    assert words[3:7] == ["--nnodes", "128", "--nproc-per-node", "4"]
     assert words[-2:] == ["--data-path", "a b"] and groups(script) == groups(alone)
 
 

@@ -1,81 +1,32 @@
-"""Law: a plan that is exported to Megatron-LM is read back as that plan, for all that Megatron-LM expresses."""
+"""Law: a plan that is exported is read back as that plan, for all that the target expresses."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 
-from megaloom.dsl import Attention, Model, fingerprint, graph
+from megaloom.dsl import Attention, Model, UserError, fingerprint, graph
 from megaloom.dsl.catalog import examples, find
 from megaloom.dsl.facts.parameters import params
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.export.decoder import DecoderModel, read_decoder
 from megaloom.planner.export.export import export_plan
+from megaloom.planner.export.expressed import NOT_EXPRESSED
 from megaloom.planner.export.target import Target
-from megaloom.planner.runs.megatron.parser import Arguments, parse_words
-from megaloom.planner.runs.megatron.read import ArgumentSource, read_run
-from megaloom.planner.runs.run import Devices, TrainingRun
-from megaloom.planner.runs.words import Origin, Word
-from tests.support.exported import CASES, case, groups, plan_with
+from megaloom.planner.runs.read import RunInputs, read_text
+from megaloom.planner.runs.run import TrainingRun
+from tests.support.exported import CASES, case, plan_with
 from tests.support.models.examples import example
 
-HERE = Origin("run.sh", 1)
-
-
-def words_of(text: str) -> tuple[Word, ...]:
-    """Return the words of the arrays in an exported script."""
-    return tuple(Word(word, HERE) for group in groups(text).values() for word in group)
-
-
-def arguments(plan: Plan, model: Model) -> Arguments:
-    return parse_words(words_of(export_plan(plan, model, Target.MEGATRON_LM)))
-
-
-def read_back(plan: Plan, model: Model) -> TrainingRun:
-    return read_run(arguments(plan, model), ArgumentSource("run.sh", Devices(plan.cluster.count)))
-
-
-def decoder(model: Model) -> DecoderModel:
-    """Return a model as Megatron-LM's decoder, without its name, and with sizes left out that are the usual ones."""
-    read = evolve(read_decoder(graph(model), Target.MEGATRON_LM), name="")
-    a = read.attention
-    if not isinstance(a, Attention):
-        return read
-    kv_heads = None if a.kv_heads == a.heads else a.kv_heads
-    head_dim = None if a.head_dim is not None and a.head_dim * a.heads == read.embed else a.head_dim
-    return evolve(read, attention=evolve(a, kv_heads=kv_heads, head_dim=head_dim))
-
-
-def assert_same(plan: Plan, model: Model) -> None:
-    run = read_back(plan, model)
-    assert decoder(run.model) == decoder(model)
-    assert params(run.model) == params(model)
-    written = read_decoder(graph(model), Target.MEGATRON_LM)
-    if written.positions is None and written.attention == decoder(model).attention:
-        assert fingerprint(run.model) == fingerprint(model)  # else equal sizes are written in two ways
-    assert (run.layout, run.workload) == (plan.layout, plan.workload)
-    assert run.stages == tuple(stage.start for stage in plan.stages)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_each_case_of_the_exports_is_read_back(name: str) -> None:
-    assert_same(*case(name))
-
+FILES = {Target.MEGATRON_LM: "run.sh", Target.SLURM: "run.slurm", Target.MEGATRON_BRIDGE: "run.py"}
 
 # One example of each family that Megatron-LM may express.
 FAMILIES = ("deepseek", "gpt2", "gpt3", "llama2", "llama3", "mistral", "mixtral", "nemotron", "qwen2", "qwen3")
 EXPORTED = {ref.partition(":")[0].rpartition(".")[2]: name for name, ref in reversed([*examples().items()])}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_is_read_back(family: str) -> None:
-    model = example(EXPORTED[family])
-    assert_same(plan_with(model, Layout(dp=8)), model)
-
-
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "one device": (Layout(), {}),
     "no overlap": (Layout(dp=8, shard="optimizer", overlaps=()), {}),
@@ -97,24 +48,98 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "mxfp8": (Layout(dp=8), {"precision": "mxfp8", "gpus": "8xB200"}),
     "nvfp4": (Layout(dp=8), {"precision": "nvfp4", "gpus": "8xB200"}),
 }
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_each_field_of_a_layout_is_read_back(name: str) -> None:
-    model, ref = find("llama3-8b")
-    layout, more = LAYOUTS[name]
-    assert_same(plan_with(model, layout, ref=ref, batch=160, **more), model)
-
-
 EXPERTS: dict[str, Layout] = {
     "ep": Layout(dp=8, ep=8, shard="optimizer"),
     "etp as tp": Layout(dp=4, tp=2, ep=2, etp=2, sequence_parallel=True),
     "etp 1": Layout(dp=4, tp=2, ep=4, sequence_parallel=True),
     "experts' overlap": Layout(dp=8, ep=8, overlaps=("gradients", "experts")),
 }
+MATRIX = (
+    *CASES,
+    *(f"family {name}" for name in FAMILIES),
+    *(f"layout {name}" for name in LAYOUTS),
+    *(f"experts {name}" for name in EXPERTS),
+)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_each_field_of_a_layout_of_experts_is_read_back(name: str) -> None:
-    model, ref = find("mixtral-8x7b")
-    assert_same(plan_with(model, EXPERTS[name], ref=ref), model)
+def planned(name: str) -> tuple[Plan, Model]:
+    """Return a plan of the matrix, and its model."""
+    kind, _, rest = name.partition(" ")
+    if kind == "family":
+        model = example(EXPORTED[rest])
+        return plan_with(model, Layout(dp=8), seq=read_decoder(graph(model), Target.MEGATRON_LM).positions or 64), model
+    if kind == "layout":
+        model, ref = find("llama3-8b")
+        layout, more = LAYOUTS[rest]
+        return plan_with(model, layout, ref=ref, batch=160, **more), model
+    if kind == "experts":
+        model, ref = find("mixtral-8x7b")
+        return plan_with(model, EXPERTS[rest], ref=ref), model
+    return case(name)
+
+
+def read_back(target: Target, plan: Plan, model: Model) -> TrainingRun:
+    """Return the run that the export's file is read as."""
+    if target is Target.SLURM:
+        plan = evolve(plan, runtime=Runtime.MEGATRON)  # else the job runs `megaloom train`
+    devices = plan.cluster.count if "devices" in NOT_EXPRESSED[target] else None
+    return read_text(export_plan(plan, model, target), FILES[target], RunInputs(devices=devices))
+
+
+def decoder(model: Model) -> DecoderModel:
+    """Return a model as Megatron-LM's decoder, without its name, and with sizes left out that are the usual ones."""
+    read = evolve(read_decoder(graph(model), Target.MEGATRON_LM), name="")
+    a = read.attention
+    if not isinstance(a, Attention):
+        return read
+    kv_heads = None if a.kv_heads == a.heads else a.kv_heads
+    head_dim = None if a.head_dim is not None and a.head_dim * a.heads == read.embed else a.head_dim
+    return evolve(read, attention=evolve(a, kv_heads=kv_heads, head_dim=head_dim))
+
+
+def assert_same_model(read: Model, model: Model) -> None:
+    assert decoder(read) == decoder(model)
+    assert params(read) == params(model)
+    written = read_decoder(graph(model), Target.MEGATRON_LM)
+    if written.positions is None and written.attention == decoder(model).attention:
+        assert fingerprint(read) == fingerprint(model)  # else equal sizes are written in two ways
+
+
+def fields_said(target: Target, value: Layout | Workload) -> dict[str, Any]:
+    """Return the fields of a layout or workload that the target's file says."""
+    names = (f.name for f in fields(type(value)) if f.name not in NOT_EXPRESSED[target])
+    return {name: getattr(value, name) for name in names}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("target", FILES)
+def test_an_export_is_read_back_as_its_plan_or_refused_by_name(target: Target, name: str) -> None:
+    plan, model = planned(name)
+    if (target, name) in REFUSED:
+        with pytest.raises(UserError, match=f"{target.program} cannot express"):
+            read_back(target, plan, model)
+        return
+    run = read_back(target, plan, model)
+    assert_same_model(run.model, model)
+    assert fields_said(target, run.layout) == fields_said(target, plan.layout)
+    assert fields_said(target, run.workload) == fields_said(target, plan.workload)
+    assert run.devices.count == plan.cluster.count
+    assert run.stages == tuple(stage.start for stage in plan.stages)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bridge_runs_the_kernels_that_megatron_lm_runs(name: str) -> None:
+    plan, model = case(name)
+    theirs, ours = (read_back(target, plan, model) for target in (Target.MEGATRON_LM, Target.MEGATRON_BRIDGE))
+    assert ours.profile == theirs.profile
+    assert {note.text for note in ours.notes} <= {note.text for note in theirs.notes}
+
+
+REFUSED: frozenset[tuple[Target, str]] = frozenset()
+"""Plans of the matrix that a target cannot express; every other one is exported."""
+
+
+@pytest.mark.parametrize("target", FILES)
+def test_what_a_target_does_not_say_is_a_field(target: Target) -> None:
+    known = {f.name for kind in (Layout, Workload) for f in fields(kind)} | {"model", "stages", "devices"}
+    assert NOT_EXPRESSED[target].keys() <= known
