@@ -10,8 +10,9 @@ from math import inf
 
 import numpy as np
 from attrs import evolve
+from numpy.typing import NDArray
 
-from megaloom.planner.contract.choices import Overlap, OverlapSet
+from megaloom.planner.contract.choices import Overlap, OverlapSet, Shard, default_overlaps
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.contract.state_placement import state_placement
@@ -45,6 +46,33 @@ def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column,
     out: Rows = np.array(communication).T * exposed
     out[:, 0] += np.where(exposed[:, 0], optimizer, last_bucket)
     return out
+
+
+def distributed_is_slower(
+    x: Layouts, base: Column, params: Column, experts: Column, cache: CostCache, known: dict[tuple[int, ...], bool]
+) -> NDArray[np.bool_]:
+    """Return where a step of a rank with the mean elements ends later if the optimizer's state is distributed: [layouts].
+
+    It is compared once with all communication hidden that may overlap, and once with none. `params`, `experts`,
+    `known`: as in `end_of_step_bound`.
+    """
+    columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, x.grad_reduce
+    first, which = alike(*columns)
+    keys = list(zip(*(column[first].tolist() for column in columns), strict=True))
+    for i, key in zip(first.tolist(), keys, strict=True):
+        if key not in known:
+            known[key] = _is_slower(x[i], key[0] / x.pp[i], key[1] / x.pp[i], cache)
+    return np.array([known[key] for key in keys], dtype=np.bool_)[which]
+
+
+def _is_slower(x: Layout, dense: float, sparse: float, cache: CostCache) -> bool:
+    def seconds(shard: Shard, window: OverlapWindow) -> float:
+        layout = evolve(x, shard=shard, overlaps=OverlapSet(default_overlaps(shard)))
+        end = end_of_step(dense, sparse, 0.0, layout, cache.job, window)
+        return end.reducing + end.updating
+
+    windows = OverlapWindow(), EVERYTHING_HIDDEN
+    return any(seconds(Shard.OPTIMIZER, window) > seconds(Shard.NONE, window) for window in windows)
 
 
 def _least_ends(x: Layout, dense: float, sparse: float, cache: CostCache) -> tuple[float, ...]:

@@ -33,7 +33,7 @@ Score = Callable[[Indices], FloatVector]  # of partitions [partitions, boundarie
 Donors = Callable[[Indices], Indices]  # the stages of a partition that may give segments away
 ENUMERATED = 1000  # partitions: up to so many are all enumerated
 FOLDS = 5  # a mean of 2^5-th powers is near the maximum, and falls when any of the largest values does
-SLOWEST_FACTOR = 1.5  # limit on the slowest stage that fits, as a multiple of the slowest one without a memory limit
+SLOWEST_FACTOR = 1.2  # limit on the slowest stage that fits, as a multiple of the slowest one without a memory limit
 MOST_STAGES = 48  # stages of a partition that is worth a local search: with more, each has one or two segments
 SMALL_DEFICIT = 0.1  # mean deficit of a rank, as a share of its limit, up to which local search mends a partition
 

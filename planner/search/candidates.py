@@ -11,12 +11,15 @@ from math import inf
 
 import numpy as np
 from attrs import define, field
+from numpy.typing import NDArray
 
+from megaloom.planner.bounds.end_of_step import distributed_is_slower
 from megaloom.planner.bounds.lower_bounds import (
     BoundedLayouts,
     LowerBounds,
     large_batch_seconds,
 )
+from megaloom.planner.contract.choices import Shard
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 
 from .candidate_space import CandidateSpace
@@ -40,6 +43,7 @@ class Candidates:
     lower_bounds: LowerBounds = field(init=False)  # absent while `bounded` is 0
     numbers: Column = field(init=False)  # [base layouts] number in the order of enumeration
     _least: Rows = field(init=False)  # [base layouts] seconds
+    _slower: dict[tuple[int, ...], bool] = field(factory=dict, init=False)  # known of `distributed_is_slower`
 
     def __attrs_post_init__(self) -> None:
         p = self.pricer
@@ -82,7 +86,21 @@ class Candidates:
         if "recompute" not in implied(self.fixed) and not len(self.space.all_module_sets):
             worth = lower_bounds.worth_recomputing(layouts, base)
             layouts, base = layouts.take(worth), base[worth]
+        if len(shard_choices(True, self.fixed)) > 1:
+            worth = self._may_pay(layouts, base)
+            layouts, base = layouts.take(worth), base[worth]
         return lower_bounds.bound(layouts, base)
+
+    def _may_pay(self, layouts: Layouts, base: Column) -> NDArray[np.bool_]:
+        """Return which layouts may be the fastest: without a distributed optimizer only those that it would slow down.
+
+        Elsewhere it saves memory and seconds.
+        """
+        may_pay = (layouts.shard != Shard.NONE) | (layouts.dp * layouts.cp == 1)
+        which, bounds = np.flatnonzero(~may_pay), self.lower_bounds
+        elements = bounds.costs.params, bounds.costs.expert_params
+        may_pay[which] = distributed_is_slower(layouts.take(which), base[which], *elements, bounds.cache, self._slower)
+        return may_pay
 
     def more_sharded(self, layouts: Layouts, base: Column) -> BoundedLayouts:
         """Return what `CandidateSpace.more_sharded` does, with bounds. base: the number of each one's base layout."""

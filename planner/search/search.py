@@ -121,8 +121,9 @@ def plan(
     """Return the fastest legal layout that fits the memory, with runners-up, reasons and neighbours.
 
     No legal layout that fits is faster than the result by more than 0.1 %, given the planner's partition of each.
-    Gradients are sharded only where balanced stages do not fit with the distributed optimizer, and weights only where
-    they do not fit with sharded gradients, because each takes more communication.
+    The optimizer's state is distributed unless a step of a mean rank ends earlier without that. Gradients are sharded
+    only where balanced stages do not fit with the distributed optimizer, and weights only where they do not fit with
+    sharded gradients, because each takes more communication.
 
     ref: where the model is declared, such as "file.py:name"; the plan records it.
     fixed: fields of the layout that the search must not change, by name, such as {"tp": 4}.
