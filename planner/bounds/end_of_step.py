@@ -12,7 +12,7 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.choices import Overlap, OverlapSet, Shard, default_overlaps
+from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.contract.state_placement import state_placement
@@ -21,6 +21,7 @@ from megaloom.planner.simulate.price import EndOfStep, OverlapWindow, end_of_ste
 
 EVERYTHING_HIDDEN = OverlapWindow(inf, inf)
 
+Later = dict[tuple[int, ...], bool]  # answers of `ends_later`
 Ends = dict[tuple[int, ...], tuple[float, ...]]  # bounds by all that they depend on: elements, device mesh, sharding
 
 
@@ -48,31 +49,30 @@ def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column,
     return out
 
 
-def distributed_is_slower(
-    x: Layouts, base: Column, params: Column, experts: Column, cache: CostCache, known: dict[tuple[int, ...], bool]
+def ends_later(
+    x: Layouts, y: Layouts, base: Column, params: Column, experts: Column, cache: CostCache, known: Later
 ) -> NDArray[np.bool_]:
-    """Return where a step of a rank with the mean elements ends later if the optimizer's state is distributed: [layouts].
+    """Return where a step of a rank with the mean elements ends later under y than under x: [layouts].
 
-    It is compared once with all communication hidden that may overlap, and once with none. `params`, `experts`,
-    `known`: as in `end_of_step_bound`.
+    x, y: layouts of the same device mesh that shard and overlap differently. They are compared once with all
+    communication hidden that may overlap, and once with none. `params`, `experts`, `known`: as in `end_of_step_bound`.
     """
-    columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, x.grad_reduce
+    sharding = x.shard, x.overlaps, y.shard, y.overlaps, x.grad_reduce
+    columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
     first, which = alike(*columns)
     keys = list(zip(*(column[first].tolist() for column in columns), strict=True))
     for i, key in zip(first.tolist(), keys, strict=True):
         if key not in known:
-            known[key] = _is_slower(x[i], key[0] / x.pp[i], key[1] / x.pp[i], cache)
+            known[key] = _ends_later(x[i], y[i], key[0] / x.pp[i], key[1] / x.pp[i], cache)
     return np.array([known[key] for key in keys], dtype=np.bool_)[which]
 
 
-def _is_slower(x: Layout, dense: float, sparse: float, cache: CostCache) -> bool:
-    def seconds(shard: Shard, window: OverlapWindow) -> float:
-        layout = evolve(x, shard=shard, overlaps=OverlapSet(default_overlaps(shard)))
+def _ends_later(x: Layout, y: Layout, dense: float, sparse: float, cache: CostCache) -> bool:
+    def seconds(layout: Layout, window: OverlapWindow) -> float:
         end = end_of_step(dense, sparse, 0.0, layout, cache.job, window)
         return end.reducing + end.updating
 
-    windows = OverlapWindow(), EVERYTHING_HIDDEN
-    return any(seconds(Shard.OPTIMIZER, window) > seconds(Shard.NONE, window) for window in windows)
+    return any(seconds(y, window) > seconds(x, window) for window in (OverlapWindow(), EVERYTHING_HIDDEN))
 
 
 def _least_ends(x: Layout, dense: float, sparse: float, cache: CostCache) -> tuple[float, ...]:

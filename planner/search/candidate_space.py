@@ -180,6 +180,11 @@ class CandidateSpace:
     def _may_overlap_experts(self, base: Layouts) -> Truth:
         return may_overlap_experts(base, self._requirements.multi_token, self.workload)
 
+    def distributed(self, layouts: Layouts) -> Layouts:
+        """Return the layouts with the distributed optimizer, and the overlaps that the search then tries."""
+        other = evolve(layouts, shard=np.full(len(layouts), int(Shard.OPTIMIZER)))
+        return evolve(other, overlaps=self._overlaps(other))
+
     def more_sharded(self, layouts: Layouts) -> tuple[Layouts, Column]:
         """Return layouts that shard gradients instead of the optimizer's state alone, or weights instead of gradients.
 

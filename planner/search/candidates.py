@@ -13,7 +13,7 @@ import numpy as np
 from attrs import define, field
 from numpy.typing import NDArray
 
-from megaloom.planner.bounds.end_of_step import distributed_is_slower
+from megaloom.planner.bounds.end_of_step import Later, ends_later
 from megaloom.planner.bounds.lower_bounds import (
     BoundedLayouts,
     LowerBounds,
@@ -43,7 +43,7 @@ class Candidates:
     lower_bounds: LowerBounds = field(init=False)  # absent while `bounded` is 0
     numbers: Column = field(init=False)  # [base layouts] number in the order of enumeration
     _least: Rows = field(init=False)  # [base layouts] seconds
-    _slower: dict[tuple[int, ...], bool] = field(factory=dict, init=False)  # known of `distributed_is_slower`
+    _later: Later = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         p = self.pricer
@@ -96,10 +96,11 @@ class Candidates:
 
         Elsewhere it saves memory and seconds.
         """
-        may_pay = (layouts.shard != Shard.NONE) | (layouts.dp * layouts.cp == 1)
+        may_pay: NDArray[np.bool_] = (layouts.shard != Shard.NONE) | (layouts.dp * layouts.cp == 1)
         which, bounds = np.flatnonzero(~may_pay), self.lower_bounds
-        elements = bounds.costs.params, bounds.costs.expert_params
-        may_pay[which] = distributed_is_slower(layouts.take(which), base[which], *elements, bounds.cache, self._slower)
+        plain, elements = layouts.take(which), (bounds.costs.params, bounds.costs.expert_params)
+        distributed = self.space.distributed(plain)
+        may_pay[which] = ends_later(plain, distributed, base[which], *elements, bounds.cache, self._later)
         return may_pay
 
     def more_sharded(self, layouts: Layouts, base: Column) -> BoundedLayouts:

@@ -237,7 +237,7 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "capped_activations": _capped_activations,
     "step_lower_bound": lambda c: step_lower_bound(c.priced.partition) <= c.priced.seconds * ABOVE,
 }
-NO_BOUNDS = {"price_base_layouts", "too_many_partitions", "in_flight_means"}  # what bounds are made of
+NO_BOUNDS = {"price_base_layouts", "too_many_partitions", "in_flight_means", "ends_later"}  # what others are made of
 STRUCTURE = {f"LowerBounds.{name}" for name in ("extend", "module_sets", "worth_recomputing")}
 
 
