@@ -8,10 +8,10 @@ from math import prod
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.runs.settings.published import LLAMA3, QWEN3
+from megaloom.planner.runs.settings.published import published_model
 from megaloom.planner.runs.words import Word
 
-_MODELS = {"llama3": LLAMA3, "qwen3": QWEN3}
+_FAMILIES = {"llama3": "llama-3.1-", "qwen3": "qwen3-"}  # names of published models, without the flavor
 _PLAIN_DEGREES = (
     ("parallelism.tensor_parallel_degree", "--tensor-model-parallel-size"),
     ("parallelism.pipeline_parallel_degree", "--pipeline-model-parallel-size"),
@@ -50,8 +50,8 @@ def _number(options: Mapping[str, Word], name: str, default: int) -> int:
 
 def _model(options: Mapping[str, Word], path: str) -> Iterator[Word]:
     name, flavor = options.get("model.name"), options.get("model.flavor")
-    known = _MODELS.get(name.text if name else "", {})
-    model = known.get(flavor.text.lower()) if flavor else None
+    family = _FAMILIES.get(name.text if name else "")
+    model = published_model(family + flavor.text) if family and flavor else None
     if flavor is None or model is None:
         shown = f"{name.text if name else 'no model'} {flavor.text if flavor else ''}".strip()
         raise UserError(f"{flavor.origin if flavor else path}: the sizes of torchtitan's {shown} are not known here")
