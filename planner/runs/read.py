@@ -19,12 +19,13 @@ from .megatron.parser import parse_words, table
 from .megatron.read import ArgumentSource, Hints, read_run
 from .own_plan import is_own_plan, plan_run
 from .run import Devices, Note, TrainingRun
-from .settings import SettingsRun, settings_command, settings_text
+from .settings import SettingsRun, primus_command, settings_command, settings_text
 from .settings.bridge import bridge_run
 from .settings.bridge_script import bridge_script_tree, is_bridge_script
 from .settings.published import published_model
 from .settings.torchtitan_words import torchtitan_words
 from .shell.read import script_of_text
+from .slime import is_slime, slime_devices, slime_words
 from .words import Origin, Script, Word
 
 LOG_BYTES = 2**28  # of a log; more than any that was seen
@@ -118,23 +119,23 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
 
 def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
     """Return the run of a script's training command."""
-    launches = list(training_commands(script))
+    launches = [one for one in training_commands(script) if not primus_command(one.command)]
     if not launches:
         for command in script.commands:
-            if settings := settings_command(command, given.environment):
+            if settings := settings_command(command, given.environment, path, lambda flag: flag in table()):
                 return _of_settings(settings, path, given)
         raise no_launch(script, path)
     chosen = chosen_launch(launches, given.command, path)
     launch = chosen.launch
-    if rollout := next((word for word in launch.words if word.text == "--rollout-batch-size"), None):
-        raise UserError(
-            f"{rollout.origin}: slime packs its sequences, so the file states no sequence length\n"
-            "give a command line of Megatron-LM with the same model and layout, and --seq-length"
-        )
     check_program(launch.program)
-    stated = launched_devices(launch, script.sbatch)
-    devices = _devices(stated, given.devices, launch)
     assumed = list(chosen.assumed)
+    if is_slime(launch.words):
+        stated = slime_devices(launch.words)
+        launch = evolve(launch, words=slime_words(launch.words, given.flags))
+        assumed.append(Note("slime's flags that are none of Megatron-LM are left out", launch.program.origin))
+    else:
+        stated = launched_devices(launch, script.sbatch)
+    devices = _devices(stated, given.devices, launch)
     if (name := Path(launch.program.text).name) != USUAL_PROGRAM:
         assumed.append(Note(f"{shortened(name, 40)} trains as Megatron-LM's {USUAL_PROGRAM}", launch.program.origin))
     matter = [one for one in script.assumed if not (one.name.startswith(OF_LAUNCH) or one.name.endswith(SECRETS))]

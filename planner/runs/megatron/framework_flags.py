@@ -9,11 +9,11 @@ from .flag import Effect, Flag, harmless, judged
 
 _SWITCHES = """
 disable-last-saving auto-continue-train disable-wandb disable-tensorboard disable-mlflow dump-pp-data
-no-shared-fs use-rocm-mem-info use-wandb
+no-shared-fs pp-warmup use-rocm-mem-info use-wandb
 """
 _VALUES = """
 max-padding-length patch-tokenizer-type train-mode dataset eos-token-id epochs special-tokens-file extra-eos
-norm-init-weight tokenizer-path wandb-mode wandb-log-model rdzv-backend hostfile
+patch-args norm-init-weight tokenizer-path wandb-mode wandb-log-model rdzv-backend hostfile
 log-avg-skip-iterations log-avg-reset-interval stderr-sink-level sink-level file-sink-level
 """
 _SEVERAL = "train-data-path valid-data-path test-data-path use-rocm-mem-info-iters skip-samples-range"
@@ -29,9 +29,13 @@ turbo-deepep-use-comm-stream ; 0 ; - ; DeepEP runs on another stream
 turbo-sync-free-moe-stage ; 1 ; 0 ; the host waits less often for the router
 moe-use-fused-router-with-aux-score ; 0 ; - ; the router takes fewer kernels
 """
+_REFUSED = """
+recompute-layer-ids ; + ; None ; recompute of single layers is not read
+"""
 FRAMEWORK_FLAGS: tuple[Flag, ...] = (
     *harmless("0", _SWITCHES),
     *harmless("1", _VALUES),
     *harmless("*", _SEVERAL),
     *judged(Effect.LITTLE, _LITTLE),
+    *judged(Effect.REFUSED, _REFUSED),
 )

@@ -42,6 +42,11 @@ def primus_run(tree: Tree, path: str, environment: Mapping[str, str], is_flag: C
     return SettingsRun(framework=f"Primus ({name})", words=words, unknown=unknown, assumed=tuple(inserted.assumed))
 
 
+def override_path(tree: Tree | None) -> str:
+    """Return the path of the first module's own settings, which options of a command line change."""
+    return next((f"modules.{name}.overrides" for name, _ in _trainers(tree)), "")
+
+
 def _trainers(tree: Tree | None) -> Iterator[tuple[str, Tree]]:
     modules = found(tree, "modules")
     if isinstance(modules, Mapping):

@@ -15,8 +15,8 @@ from megaloom.planner.export.target import Target
 from megaloom.planner.runs.words import Word
 
 FAMILIES = ("llama2", "llama3", "qwen2-5", "qwen3", "deepseek", "mistral", "mixtral")
-POSITIONS = 2**17  # of a model without learned positions
-ENDINGS = ("instruct", "base", "hf", "chat", "bf16", "v0-1", "2507", "thinking")
+PUBLISHED_POSITIONS = 2**17  # of a model without learned positions
+ENDINGS = ("instruct", "base", "hf", "chat", "bf16", "fp8", "v0-1", "2507", "thinking")
 OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "llama3-2-1b": "llama3-1b",
@@ -41,7 +41,7 @@ class PublishedModel:
     def words(self, name: Word) -> Iterator[Word]:
         """Yield the flags of the model, on the line that names it. Raise UserError if Megatron-LM lacks a layer."""
         decoder = read_decoder(graph(self.model), Target.MEGATRON_LM)
-        for option in model_options(decoder, POSITIONS, 1, Target.MEGATRON_LM):
+        for option in model_options(decoder, PUBLISHED_POSITIONS, 1, Target.MEGATRON_LM):
             if option.name not in OF_THE_RUN:
                 yield from (Word(text, name.origin) for text in option.words)
         yield from (Word(text, name.origin) for text in ("--vocab-size", str(decoder.vocab)))

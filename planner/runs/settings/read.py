@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from attrs import evolve
+
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.quoting import printable
 from megaloom.planner.runs.settings.bridge import bridge_run, is_bridge
 from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.flagscale import flagscale_run, is_flagscale
@@ -13,10 +16,12 @@ from megaloom.planner.runs.settings.nemo import is_nemo, nemo_run
 from megaloom.planner.runs.settings.nemo_rl import is_nemo_rl, nemo_rl_run
 from megaloom.planner.runs.settings.overrides import override_tree
 from megaloom.planner.runs.settings.parents import ParentFiles
-from megaloom.planner.runs.settings.primus import is_primus, primus_run
+from megaloom.planner.runs.settings.primus import is_primus, override_path, primus_run
+from megaloom.planner.runs.settings.primus_command import PrimusCommand, near_file, primus_command
+from megaloom.planner.runs.settings.swift import is_swift, swift_run
 from megaloom.planner.runs.settings.toml_tree import toml_tree
 from megaloom.planner.runs.settings.torchtitan import is_torchtitan, torchtitan_run
-from megaloom.planner.runs.settings.tree import Tree, found, overlaid
+from megaloom.planner.runs.settings.tree import Tree, found, overlaid, placed
 from megaloom.planner.runs.settings.verl import is_verl, verl_run
 from megaloom.planner.runs.words import Command, Word
 
@@ -53,7 +58,10 @@ def settings_text(
             raise UserError(f"{path} is TOML, but not of torchtitan\nread are {_READ}")
         return torchtitan_run(tree)
     parents = ParentFiles(Path(path).parent)
-    tree = overlaid(parents.composed(text, path), override_tree(overrides) if overrides else None)
+    tree = parents.composed(text, path)
+    if overrides:
+        inside = override_path(tree) if is_primus(tree) else ""
+        tree = overlaid(tree, placed(inside, override_tree(overrides)))
     missing = tuple(parents.missing)
     if tree is None or not isinstance(tree, Mapping):
         raise UserError(f"{path} has no settings\nread are {_READ}")
@@ -73,7 +81,36 @@ def settings_text(
     raise UserError(f"{path} is {other or 'YAML of a format that is not known'}\nread are {_READ}")
 
 
-def settings_command(command: Command, environment: Mapping[str, str]) -> SettingsRun | None:
-    """Return the run of a command whose words are settings KEY=VALUE, as those of verl; None for another command."""
+def settings_command(
+    command: Command, environment: Mapping[str, str], script: str = "", is_flag: Callable[[str], bool] = lambda _: True
+) -> SettingsRun | None:
+    """Return the run of a command of ms-swift, Primus or verl; None for another command.
+
+    script: the path of the script that has the command. is_flag: see `settings_text`.
+    """
+    if primus := primus_command(command):
+        return _of_primus(primus, command, environment, script, is_flag)
+    if is_swift(command):
+        return swift_run(command)
     tree = override_tree(command.words)
     return verl_run(tree, environment) if is_verl(tree) else None
+
+
+def _of_primus(
+    primus: PrimusCommand,
+    command: Command,
+    environment: Mapping[str, str],
+    script: str,
+    is_flag: Callable[[str], bool],
+) -> SettingsRun:
+    config = primus.config
+    path = near_file(config.text, script)
+    if path is None:
+        raise UserError(
+            f"{config.origin}: the settings file {printable(config.text)} is not there\nrun this in its repository"
+        )
+    known = {name: word.text for name, word in command.environment.items() if not word.unknown}
+    text = ParentFiles(Path(path).parent).read(Path(path)) or ""
+    run = settings_text(text, path, {**known, **environment}, primus.overrides, is_flag)
+    machines, each = command.environment.get("NNODES"), command.environment.get("GPUS_PER_NODE")
+    return evolve(run, nodes=machines, per_node=each)

@@ -44,6 +44,8 @@ class CommandEvaluator(AssignmentEvaluator):
             "cd": self._cd,
             "pushd": self._cd,
             "pwd": self._pwd,
+            "realpath": self._realpath,
+            "readlink": self._realpath,
             "test": self._test,
             "[": self._test,
             "let": self._let,
@@ -256,6 +258,15 @@ class CommandEvaluator(AssignmentEvaluator):
 
     def _pwd(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         state.output += state.folder + literal("\n", origin)
+        state.status = Status()
+        return ""
+
+    def _realpath(self, words: CommandWords, state: State, origin: Origin) -> Flow:
+        paths = [w for w in words[1:] if not (known_text(w) or "").startswith("-")]
+        if shown(words[0]) == "readlink" and not any((known_text(w) or "") in ("-f", "-e", "-m") for w in words[1:]):
+            return self.external(words, state, origin)
+        for path in paths:
+            state.output += moved(state.folder, path) + literal("\n", origin)
         state.status = Status()
         return ""
 

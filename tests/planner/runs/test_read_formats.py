@@ -57,13 +57,10 @@ deepspeed --num_gpus 8 pretrain_gpt.py {MODEL} {BATCH} --fp16 --deepspeed --deep
         run(text.replace("template.json", "gone.json"), path)
 
 
-def test_runs_without_sizes_or_sequence_are_refused_by_name() -> None:
+def test_runs_without_sizes_are_refused_by_name() -> None:
     verl = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
     with pytest.raises(UserError, match=r"run\.sh:1: verl trains org/m, of which the sizes are not known"):
         run(verl + "actor_rollout_ref.model.path=org/m")
-    slime = f"python train.py {MODEL} --rollout-batch-size 32 --tensor-model-parallel-size 2"
-    with pytest.raises(UserError, match="slime packs its sequences"):
-        run(slime)
 
 
 def test_a_model_that_is_only_named_has_its_published_sizes() -> None:

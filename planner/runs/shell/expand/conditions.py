@@ -157,7 +157,7 @@ def _filled(text: Text) -> Status:
         return Status(0)
     unknown = cause(text)
     if unknown is None:
-        return Status(1)
+        return Status(1, assumed=assumption(text))
     absent = len(text) == 1 and text[0].unset
     return Status(1, assumed=unknown) if absent else Status(None, unknown)
 

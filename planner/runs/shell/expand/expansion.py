@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from attrs import evolve
-
 from megaloom.planner.runs.shell.expand.arithmetic import (
     ArithmeticSyntaxError,
     ArithmeticUnknownError,
@@ -14,6 +12,13 @@ from megaloom.planner.runs.shell.expand.arithmetic import (
     evaluate_arithmetic,
 )
 from megaloom.planner.runs.shell.expand.braces import braced
+from megaloom.planner.runs.shell.expand.fields import (
+    as_item,
+    split_expansion,
+    with_home,
+    without_glob,
+    without_last_newlines,
+)
 from megaloom.planner.runs.shell.expand.parameters import (
     has_gap,
     in_case,
@@ -37,7 +42,9 @@ from megaloom.planner.runs.shell.parse.syntax import (
     Sequence,
 )
 from megaloom.planner.runs.shell.parse.text import (
+    Piece,
     Text,
+    assumption,
     cause,
     known_text,
     literal,
@@ -45,7 +52,6 @@ from megaloom.planner.runs.shell.parse.text import (
     quoted,
     shown,
     size,
-    split_words,
 )
 from megaloom.planner.runs.words import Origin, Unknown
 
@@ -70,7 +76,7 @@ class Expander:
     def text(self, parts: Parts, state: State) -> Text:
         """Return a word as one text: no splitting, as on the right of an assignment. Quoted pieces are marked."""
         result: Text = ()
-        for part in _with_home(parts):
+        for part in with_home(parts):
             value = self.value(part, state)
             result += one_text(value, part.quoted) if isinstance(value, list) else value
         return result
@@ -78,9 +84,9 @@ class Expander:
     def words(self, parts: Parts, state: State, globs: bool = True) -> list[Text]:
         """Return the words that a word expands to. `globs`: a pattern stands for names of files."""
         words: list[Text] = []
-        for alternative in braced(_with_home(parts)):
+        for alternative in braced(with_home(parts)):
             words += self._fields(alternative, state)
-        return [_without_glob(w) if globs else w for w in words]
+        return [without_glob(w) if globs else w for w in words]
 
     def _fields(self, parts: Parts, state: State) -> list[Text]:
         fields: list[Text] = []
@@ -95,7 +101,7 @@ class Expander:
                 continue
             pieces: list[Text | None] = []  # None: a boundary between two words
             for number, item in enumerate(value if isinstance(value, list) else [value]):
-                pieces += [None] * (number > 0) + ([item] if part.quoted else self._split(item, separators))
+                pieces += [None] * (number > 0) + ([item] if part.quoted else split_expansion(item, separators))
             for piece in pieces:
                 if piece is None:
                     if current is not None:
@@ -104,17 +110,6 @@ class Expander:
                 elif part.quoted or piece:
                     current = (current or ()) + piece
         return fields if current is None else [*fields, current]
-
-    @staticmethod
-    def _split(text: Text, separators: str) -> list[Text | None]:
-        result: list[Text | None] = []
-        blank = "".join(c for c in separators if c in " \t\n")
-        letters = "".join("?" if p.unknown or p.quoted else p.text for p in text)
-        for word in split_words(text, separators):
-            result += [None, word] if result or letters[:1] in set(blank) else [word]
-        if not result and letters:
-            return [None]
-        return [*result, None] if letters[-1:] in set(blank) and letters else result
 
     def separators(self, state: State) -> str:
         """Return the characters of IFS."""
@@ -133,7 +128,7 @@ class Expander:
         if isinstance(part, ParameterPart):
             value = self._parameter(part, state)
             if isinstance(value, list):
-                return [_as_item(v, part.quoted) for v in value]
+                return [as_item(v, part.quoted) for v in value]
             return quoted(value) if part.quoted else value
         if part.as_file:
             return missing(Unknown("<(…)", "command", part.origin))
@@ -259,7 +254,7 @@ class Expander:
             return self._changed(part, state, text) if operator else text
         if value is not None and cause(value) and not shown(value):
             return value if operator[-1] != "+" else missing(cause(value) or Unknown(name, "variable", part.origin))
-        is_set = bool(value) if operator[0] == ":" else value is not None
+        is_set = bool(value and size(value)) if operator[0] == ":" else value is not None
         variable = state.variables.get(state.resolved(name))
         if variable and variable.value is None and operator[0] != ":":
             is_set = False
@@ -272,6 +267,8 @@ class Expander:
         if operator[-1] == "?":
             return missing(_not_given(name, part.origin))
         default = self.text(part.arguments[0], state)
+        if not size(default) and (value is None or assumption(value)):
+            default = value or (Piece("", part.origin, assumed=_not_given(name, part.origin)),)
         if operator[-1] == "=":
             state.assign(name, default)
         return default
@@ -302,36 +299,3 @@ class Expander:
 
 def _not_given(name: str, origin: Origin) -> Unknown:
     return Unknown(name, "positional" if name.isdigit() else "variable", origin)
-
-
-def without_last_newlines(text: Text) -> Text:
-    """Return the output of commands as `$(…)` has it: without the ends of lines at its end."""
-    pieces = list(text)
-    while pieces and not pieces[-1].unknown:
-        stripped = pieces[-1].text.rstrip("\n")
-        last = pieces.pop()
-        if stripped:
-            return (*pieces, evolve(last, text=stripped))
-    return tuple(pieces)
-
-
-def _as_item(text: Text, is_quoted: bool) -> Text:
-    """Return an item of a list; a gap, which may stand for several items, stays unquoted."""
-    return tuple(p if p.unknown and not p.quoted else evolve(p, quoted=is_quoted) for p in text)
-
-
-def _with_home(parts: Parts) -> Parts:
-    first = parts[0] if parts else None
-    if not isinstance(first, LiteralPart) or first.quoted or not re.match(r"~(?:/|$)", shown(first.text)):
-        return parts
-    origin = first.text[0].origin
-    rest = evolve(first, text=(evolve(first.text[0], text=first.text[0].text[1:]), *first.text[1:]))
-    return (ParameterPart("HOME", origin, True), rest, *parts[1:])
-
-
-def _without_glob(text: Text) -> Text:
-    """Return the word, or an unknown one if it names files by a pattern."""
-    is_pattern = any(c in "*?" for p in text if not p.quoted for c in p.text)
-    if is_pattern and not set(shown(text)) & set("()'\""):  # no file has such a name, so bash leaves those as they are
-        return quoted(missing(Unknown(shown(text), "file", text[0].origin)), False)
-    return text

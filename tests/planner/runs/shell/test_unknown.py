@@ -211,3 +211,22 @@ def test_commands_whose_output_another_reads_as_a_file_are_evaluated() -> None:
     commands = script(text).commands
     assert [texts(c.words)[0] for c in commands] == ["scontrol", "train"]
     assert texts(commands[1].words) == ["train", "--machines", "?", "--host", "?"]
+
+
+@pytest.mark.parametrize("test", ['[ -z "${BASE:-}" ]', '[ "${BASE:-}" = "" ]', "[[ -z ${BASE-} ]]"])
+def test_a_script_that_ends_without_a_variable_is_not_run_without_it(test: str) -> None:
+    use = 'train ${BASE:-x} $((BASE + 1)) "$BASE" $BASE'
+    read = script(f"BASE=${{BASE:-}}\nif {test}; then echo no; exit 1; fi\n{use}")
+    (command,) = read.commands
+    assert texts(command.words) == ["train", "x", "1", ""]
+    assert ("variable", "BASE") in names(read.assumed)
+
+
+def test_arithmetic_of_lists_names_no_files() -> None:
+    (command,) = script("train --freq [0]*3+[1]*58 --data /data/*.bin").commands
+    assert texts(command.words) == ["train", "--freq", "[0]*3+[1]*58", "--data", "?"]
+
+
+def test_paths_are_resolved_without_looking_at_the_disk() -> None:
+    (command,) = script("cd /a/b; train $(realpath ../c) $(readlink -f d) $(readlink d)").commands[-1:]
+    assert texts(command.words) == ["train", "/a/c", "/a/b/d", "?"]

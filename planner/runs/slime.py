@@ -1,0 +1,98 @@
+"""slime and its fork miles: Megatron-LM's flags among those of reinforcement learning, with packed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+
+from attrs import evolve
+
+from megaloom.dsl.errors import UserError
+
+from .megatron.parser import looks_like_flag, table
+from .run import Devices
+from .words import Word
+
+MARK = "--rollout-batch-size"
+
+
+def is_slime(words: Sequence[Word]) -> bool:
+    """Return whether a command's flags are those of slime."""
+    return any(word.text == MARK for word in words)
+
+
+def slime_devices(words: Sequence[Word]) -> Devices | None:
+    """Return the devices that train, as the flags of the actor state them."""
+    flags = _values(words)
+    nodes, each = _number(flags, "--actor-num-nodes"), _number(flags, "--actor-num-gpus-per-node")
+    origin = flags["--actor-num-gpus-per-node"].origin if each else None
+    return Devices((nodes or 1) * each, each, origin) if each else None
+
+
+def slime_words(words: Sequence[Word], added: Sequence[Word]) -> tuple[Word, ...]:
+    """Return the words of the training step. Raise UserError without a sequence length, which slime does not state.
+
+    added: flags that the user adds. A packed micro-batch has as many sequences as `--max-tokens-per-gpu` holds.
+    """
+    flags = _values(words)
+    given = {**flags, **_values(added)}
+    seq = _number(given, "--seq-length")
+    if seq is None:
+        at = next(word for word in words if word.text == MARK)
+        raise UserError(
+            f"{at.origin}: slime packs its sequences, so the file states no sequence length\n"
+            "give the usual number of tokens of prompt and response: --set seq-length=4096"
+        )
+    return (*_known(words), *_defaults(given, seq), *_batch(given, seq))
+
+
+def _defaults(flags: Mapping[str, Word], seq: int) -> Iterator[Word]:
+    """Yield what slime sets, or sets where the command does not."""
+    text = "--use-distributed-optimizer"
+    if "--moe-token-dispatcher-type" not in flags:
+        text += " --moe-token-dispatcher-type alltoall"
+    if "--max-position-embeddings" not in flags:
+        text += f" --max-position-embeddings {seq}"
+    if "--fp16" not in flags and "--bf16" not in flags:
+        text += " --bf16"
+    yield from (Word(word, flags[MARK].origin) for word in text.split())
+
+
+def _batch(flags: Mapping[str, Word], seq: int) -> Iterator[Word]:
+    tokens = _number(flags, "--max-tokens-per-gpu")
+    if "--micro-batch-size" not in flags:
+        at = flags.get("--max-tokens-per-gpu") or flags[MARK]
+        held = (tokens or seq) * (_number(flags, "--context-parallel-size") or 1)
+        yield Word("--micro-batch-size", at.origin)
+        yield evolve(at, text=str(max(1, held // seq)), unknown=())
+    if "--global-batch-size" not in flags:
+        prompts, samples = _number(flags, MARK), _number(flags, "--n-samples-per-prompt") or 1
+        steps = _number(flags, "--num-steps-per-rollout") or 1
+        yield Word("--global-batch-size", flags[MARK].origin)
+        yield evolve(flags[MARK], text=str(prompts * samples // steps)) if prompts else flags[MARK]
+
+
+def _known(words: Sequence[Word]) -> Iterator[Word]:
+    """Yield the flags of Megatron-LM with their values, and what may stand for flags."""
+    keep = True
+    for word in words:
+        if looks_like_flag(word.text) or (word.unknown and not word.text):
+            keep = bool(word.unknown) or word.text.partition("=")[0] in table()
+        if keep:
+            yield word
+
+
+def _values(words: Sequence[Word]) -> dict[str, Word]:
+    """Return the first value of each flag, or the flag itself if it has none."""
+    found = {}
+    for position, word in enumerate(words):
+        name, equals, value = word.text.partition("=")
+        if name.startswith("--"):
+            after = list(takewhile(lambda one: not looks_like_flag(one.text), words[position + 1 : position + 2]))
+            found[name] = evolve(word, text=value) if equals else (after or [word])[0]
+    return found
+
+
+def _number(flags: Mapping[str, Word], name: str) -> int | None:
+    word = flags.get(name)
+    return int(word.text) if word is not None and word.text.isdecimal() and not word.unknown else None
