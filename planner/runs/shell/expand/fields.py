@@ -10,7 +10,9 @@ from megaloom.planner.runs.shell.parse.syntax import LiteralPart, ParameterPart,
 from megaloom.planner.runs.shell.parse.text import Text, missing, quoted, shown, split_words
 from megaloom.planner.runs.words import Unknown
 
-LISTS = re.compile(r"\[[\d,]+\]\*\d+(?:\+\[[\d,]+\]\*\d+)*")  # Python's [0]*3+[1]*58, as --moe-layer-freq takes it
+LIST_ARITHMETIC = re.compile(
+    r"\[[\d,]+\]\*\d+(?:\+\[[\d,]+\]\*\d+)*"
+)  # Python's [0]*3+[1]*58, as --moe-layer-freq takes it
 
 
 def split_expansion(text: Text, separators: str) -> list[Text | None]:
@@ -56,7 +58,7 @@ def without_glob(text: Text) -> Text:
     plain = shown(text)
     is_pattern = any(c in "*?" for p in text if not p.quoted for c in p.text)
     if is_pattern and not (
-        set(plain) & set("()'\"") or LISTS.fullmatch(plain)
+        set(plain) & set("()'\"") or LIST_ARITHMETIC.fullmatch(plain)
     ):  # no file has such a name: bash keeps it
         return quoted(missing(Unknown(plain, "file", text[0].origin)), False)
     return text
