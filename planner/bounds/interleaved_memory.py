@@ -15,8 +15,6 @@ from megaloom.planner.pipeline import schedules
 
 from .base_costs import TINY
 
-ODD_INVERSES = np.concatenate([[0.0], np.cumsum(1 / np.arange(1.0, 2**13, 2))])  # [n] 1 + 1/3 + ... of n terms
-
 
 def too_many_partitions(segments: int) -> NDArray[np.bool_]:
     """Return for each number of stages whether there are too many partitions of so many segments to enumerate."""
@@ -28,24 +26,19 @@ def interleaved_nbytes(
 ) -> FloatVector:
     """Return the least bytes of state and saved activations of the rank with the most memory: [layouts].
 
-    `state` and `saved` (of one micro-batch) are bytes of the whole model; a stage saves at most `stage`. It holds for
-    the partitions of `joint_memory`, that is where `too_many_partitions`.
+    `state` and `saved` (of one micro-batch) are bytes of the whole model; a stage saves at most `stage`. It holds where
+    `too_many_partitions`: no stage is slower than the partitioner accepts.
 
-    Bound: peak ≥ min(A, B). The in-flight micro-batches of the last chunks of the last ranks are 1, 3, 5, ... up to g,
-    and g of all other stages. A = (S/g + a) v / Σ 1/n, if the chunks of a rank have equal shares of its memory: the
-    mean over stages, weighted by the inverse of the micro-batches in flight n. B = (S + Σ n a_s) / p with a_s ≤
-    `stage`, the activations placed where the fewest micro-batches are in flight. See docs/concepts/bounds.md.
+    Bound: peak ≥ (S + Σ n a_s) / p with a_s ≤ `stage`, the activations placed where the fewest micro-batches are in
+    flight. Those of the last chunks of the last ranks are 1, 3, 5, ... up to g, and g of all other stages.
+    See docs/concepts/bounds.md.
     """
     odd = np.minimum(pp, (group + 1) // 2)
-    inverse = ODD_INVERSES[odd] + (pp * vpp - odd) / group
-    share = vpp / inverse
-    equal = rank_memory(state / group * share, saved * share, 1.0, 0.0)
     stage = np.minimum(saved, stage)
     full = np.floor(saved / np.maximum(stage, TINY))
     held = np.where(full < odd, full**2, odd**2 + (full - odd) * group) * stage
     held = held + (saved - full * stage) * np.where(full < odd, 2 * full + 1, group)
-    least: FloatVector = np.minimum(equal, rank_memory(state / pp, held / pp, 1.0, 0.0))
-    return least
+    return rank_memory(state / pp, held / pp, 1.0, 0.0)
 
 
 def capped_activations(

@@ -20,6 +20,7 @@ from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS, CostCache
 from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.cost.weight_units import pass_seconds
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
+from megaloom.planner.partition.partitioner import WHOLE_BLOCKS
 
 from . import interleaved_memory, pipeline
 from .base_costs import (
@@ -252,7 +253,7 @@ class LowerBounds:
         """
         costs, some = self.costs, x.recompute_layers > 0
         whole = np.where(some, costs.seconds[base, FULL], costs.seconds[base, mode])
-        longest = SLOWEST_FACTOR * (
+        longest = (WHOLE_BLOCKS * SLOWEST_FACTOR) * (
             whole / (x.pp * x.vpp) + costs.segment_seconds[base, x.full_recompute.astype(np.int64)]
         )
         all_blocks = x.full_recompute & ~some
