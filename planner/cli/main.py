@@ -42,6 +42,7 @@ app["--help"].group = app["--version"].group = "Parameters"
 app["--version"].help = VERSION_HELP
 
 _MEGALOOM_COMMANDS = (
+    "calibrate",
     "compare",
     "explain",
     "export",

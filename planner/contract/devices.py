@@ -11,6 +11,7 @@ from attrs import Attribute, evolve, field, frozen
 
 from megaloom.dsl.errors import UserError
 
+from .calibration import Calibration
 from .known_devices import MEMORY, PORT_TOLERANCE, PORTS
 
 GiB = 2**30
@@ -150,6 +151,8 @@ class Cluster:
     """Bytes per second of a checkpoint that a device's share of the storage takes."""
     source: str = ""
     """The cluster file that declares it; empty for a preset."""
+    calibration: Calibration | None = None
+    """Measured runs to which its figures were fitted; null if there are none."""
 
     def __attrs_post_init__(self) -> None:
         if self.count % self.per_node:

@@ -54,7 +54,9 @@ def plan_from_json(text: str, where: str) -> Plan:
         raw = raw | {"version": 11, "layout": {**raw["layout"], "grad_reduce": str(GradReduce.FP32)}}
     if raw["version"] == 11 and isinstance(raw.get("layout"), dict):
         added = {"reshard": str(Reshard.MICRO_BATCH), "replicas": 1}
-        raw = raw | {"version": PLAN_VERSION, "layout": {**raw["layout"], **added}}
+        raw = raw | {"version": 12, "layout": {**raw["layout"], **added}}
+    if raw["version"] == 12 and isinstance(raw.get("cluster"), dict):
+        raw = raw | {"version": PLAN_VERSION, "cluster": {**raw["cluster"], "calibration": None}}
     if raw["version"] != PLAN_VERSION or isinstance(raw["version"], bool):
         raise PlanError(
             f"{where} is a plan of version {raw['version']!r}; this megaloom reads version {PLAN_VERSION}\n"

@@ -13,9 +13,10 @@ from .devices import Cluster
 from .layout import Layout
 from .workload import Runtime, Workload
 
-# 12: reshard, replicas; 11: format of gradients; 10: adapters; 9: padding of the vocabulary; 8: interval for within,
-# shard for distributed_optimizer, environment; 7: overlaps; 6: runtime; 5: interval; 4: moment of a rank's peak memory.
-PLAN_VERSION = 12
+# 13: calibration of the cluster; 12: reshard, replicas; 11: format of gradients; 10: adapters; 9: padding of the
+# vocabulary; 8: interval for within, shard for distributed_optimizer, environment; 7: overlaps; 6: runtime;
+# 5: interval; 4: moment of a rank's peak memory.
+PLAN_VERSION = 13
 
 
 class PlanError(UserError):

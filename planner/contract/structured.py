@@ -23,6 +23,7 @@ from cattrs.gen import make_dict_structure_fn
 
 from megaloom.dsl.low_rank import LoRA
 
+from .calibration import Calibration
 from .layout import FIELDS, Layout
 
 T = TypeVar("T")
@@ -68,9 +69,14 @@ def _converter() -> Converter:
     converter.register_structure_hook(Layout, lambda value, _: _layout(value))
     number = converter.get_structure_hook(float)
     converter.register_structure_hook(float | None, lambda value, _: None if value is None else number(value, float))
-    whole = converter.get_structure_hook(LoRA)
-    converter.register_structure_hook(LoRA | None, lambda value, _: None if value is None else whole(value, LoRA))
+    for part in (LoRA, Calibration):
+        structure = converter.get_structure_hook(part)
+        converter.register_structure_hook(part | None, partial(_unless_null, structure, part))
     return converter
+
+
+def _unless_null(structure: Callable[[Any, Any], Any], kind: type, value: Any, _: Any) -> Any:
+    return None if value is None else structure(value, kind)
 
 
 def _made_of(container: type, kind: Any) -> bool:

@@ -86,8 +86,19 @@ class Job:
         return buffers.cublas_workspaces * device.library_nbytes + engine + buffers.bucket_nbytes
 
     @cached_property
-    def spread(self) -> tuple[float, float]:
-        """Return the 90 % interval of the step time as factors of the prediction."""
+    def run_class(self) -> str:
+        """Return the class of runs to which a run of this job belongs."""
         work = [w for kind in self.structure.kinds for w in costs(kind.node, batch=1, seq=self.workload.seq).work]
         routed = any(w.kind is WorkKind.DISPATCH for w in work)
-        return interval(1.0, run_class(routed, self.workload.precision, self.cluster.device))
+        return run_class(routed, self.workload.precision, self.cluster.device)
+
+    @cached_property
+    def spread(self) -> tuple[float, float]:
+        """Return the 90 % interval of the step time as factors of the prediction.
+
+        It is that of the cluster's calibration, if that has runs of Megatron-core of this class.
+        """
+        fitted = self.cluster.calibration
+        if fitted and self.run_class in fitted.classes and self.profile is not OWN:
+            return fitted.step
+        return interval(1.0, self.run_class)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megaloom.planner.contract.calibration import Calibration
+
 # A rank may hold more than predicted. Of the runs of Megatron's family, 96 of 100 allocated up to 10.7 % more
 # (`python -m benchmarks.accuracy validate`). torch reserved up to 7.9 % more than was allocated (SimuMax's runs; where
 # memory is free it reserves more, on an H200 up to a third, and where memory is short it does without). CUDA graphs
@@ -29,9 +31,15 @@ def required_bytes(held: Mapping[str, int]) -> int:
     return held_bytes(held) - held.get("allocator", 0)
 
 
-def upper_bytes(held: Mapping[str, int], kind: str = "device", graphed: bool = False) -> int:
-    """Return the bytes that a rank with this predicted memory should not exceed, as a tool measures them."""
-    tensors = held_bytes(held, "allocated") * (1 + MODEL_ERROR)
+def upper_bytes(
+    held: Mapping[str, int], kind: str = "device", graphed: bool = False, calibration: Calibration | None = None
+) -> int:
+    """Return the bytes that a rank with this predicted memory should not exceed, as a tool measures them.
+
+    calibration: of the cluster; the upper end of its tensors replaces that of published runs, if its logs have one.
+    """
+    high = calibration.memory_high if calibration else None
+    tensors = held_bytes(held, "allocated") * (1 + MODEL_ERROR if high is None else high)
     if kind == "allocated":
         return int(tensors)
     graphs = GRAPH * held.get("activations", 0) if graphed else 0.0

@@ -25,6 +25,7 @@ from attrs import evolve, fields, frozen, resolve_types
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_file import parse_json, read_text
+from megaloom.planner.contract.calibration import Calibration
 from megaloom.planner.contract.devices import (
     Device,
     Link,
@@ -32,6 +33,7 @@ from megaloom.planner.contract.devices import (
     a,
 )
 from megaloom.planner.contract.layout import MOST
+from megaloom.planner.contract.structured import StructureError, structured
 from megaloom.planner.contract.workload import Precision
 
 from .presets import PRESETS
@@ -51,6 +53,7 @@ _LEAST_SHARE, _MOST_SHARE = 0.5, 1.1
 class ClusterFile:
     """The contents of a cluster file: devices and links, their count, and the other fields of a Cluster."""
 
+    base: str
     preset: Preset
     count: int | None
     rest: dict[str, Any]
@@ -76,7 +79,12 @@ def read_cluster_file(path: str) -> ClusterFile:
             f"has version {version!r}; this megaloom reads version {CLUSTER_FILE_VERSION}",
             "measure again with `megaloom measure`",
         )
-    _known(path, "field", raw, ("base", "name", *COUNT_FIELDS, *FIGURE_FIELDS, *TABLE_FIELDS, *REPORT_FIELDS))
+    _known(
+        path,
+        "field",
+        raw,
+        ("base", "name", *COUNT_FIELDS, *FIGURE_FIELDS, *TABLE_FIELDS, "calibration", *REPORT_FIELDS),
+    )
     if raw.get("base") not in list(PRESETS):  # a list has no hash
         wrong = f"has the base {raw['base']!r}, which is not known" if "base" in raw else "has no base"
         _refuse(path, wrong, f'write base = "H100"; known: {", ".join(PRESETS)}')
@@ -95,8 +103,17 @@ def _contents(path: str, raw: dict[str, Any], base: Preset) -> ClusterFile:
         domain=domain,
         tray=tray,
     )
-    figures = {name: _number(path, name, raw[name]) for name in FIGURE_FIELDS if name in raw}
-    return ClusterFile(preset=preset, count=counts.pop("count", None), rest={**counts, **figures, "source": path})
+    rest: dict[str, Any] = {**counts, **{name: _number(path, name, raw[name]) for name in FIGURE_FIELDS if name in raw}}
+    if "calibration" in raw:
+        rest["calibration"] = _calibration(path, raw["calibration"])
+    return ClusterFile(base=raw["base"], preset=preset, count=rest.pop("count", None), rest={**rest, "source": path})
+
+
+def _calibration(path: str, table: object) -> Calibration:
+    try:
+        return structured({"memory_high": None, **table} if isinstance(table, dict) else table, Calibration)
+    except StructureError as error:
+        _refuse(path, f"has a wrong calibration: {error}", "make the file again with `megaloom calibrate`")
 
 
 def _device(path: str, base: Device, name: object, given: dict[str, Any]) -> Device:

@@ -16,6 +16,7 @@ from rich.text import Text
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
 
+from .calibrated_interval import interval_text
 from .tables import (
     breakdown_table,
     layout_table,
@@ -50,6 +51,7 @@ def plan_summary(plan: Plan, graph: Graph) -> RenderableType:
         layout_table(plan),
         Text(),
         prediction_table(plan),
+        *([Text(f"\n{calibrated}")] if (calibrated := interval_text(plan)) else []),
         Text("\nWhy", "bold"),
         bullet_list(plan.reasons),
         Text(f"\n{breakdown_title(plan)}", "bold"),

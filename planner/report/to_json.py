@@ -74,7 +74,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "gpus": str(plan.cluster),
         "workload": asdict(plan.workload),
         "layout": layout_to_json(plan.layout),
-        "predicted": _predicted(plan.predicted),
+        "predicted": _predicted(plan.predicted, plan.cluster),
         "stages": [asdict(stage) for stage in plan.stages],
         "reasons": list(plan.reasons),
     }
@@ -104,18 +104,20 @@ def _best(cluster: Cluster, best: Priced, params: int) -> dict[str, Any]:
     return {
         "workload": asdict(workload),
         "layout": layout_to_json(best.layout),
-        "predicted": _predicted(best.prediction),
+        "predicted": _predicted(best.prediction, cluster),
         "goodput": None if estimate is None else asdict(estimate),
     }
 
 
-def _predicted(p: Prediction) -> dict[str, Any]:
+def _predicted(p: Prediction, cluster: Cluster) -> dict[str, Any]:
+    calibration = cluster.calibration
     return {
+        **({"calibration": asdict(calibration)} if calibration else {}),
         "step_seconds": p.step_seconds,
         "step_seconds_low": p.interval[0],
         "step_seconds_high": p.interval[1],
         "memory_gib": peak_nbytes(p) / GiB,
-        "memory_gib_high": max(map(upper_bytes, p.nbytes)) / GiB,
+        "memory_gib_high": max(upper_bytes(held, calibration=calibration) for held in p.nbytes) / GiB,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_device,
         "tflops_per_gpu": p.flops_per_second_per_device / 1e12,
         "mfu": p.mfu,

@@ -12,6 +12,7 @@ from megaloom.dsl.facts.parameters import params
 from megaloom.dsl.quoting import printable
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.cost.measured_memory import held_bytes, upper_bytes
+from megaloom.planner.report.calibrated_interval import interval_text
 from megaloom.planner.report.lint import ALL_RULES
 from megaloom.planner.report.units import format_count
 from megaloom.planner.rules.rule import Owner
@@ -96,7 +97,7 @@ def _rules(opinion: Opinion) -> Iterator[str]:
 def _predicted(opinion: Opinion, plan: Plan) -> Iterator[str]:
     p, device = plan.predicted, plan.cluster.device
     low, high = map(format_seconds, p.interval)
-    most = max(map(upper_bytes, p.nbytes))
+    most = max(upper_bytes(held, calibration=plan.cluster.calibration) for held in p.nbytes)
     fits = "" if opinion.fits else ": it is predicted not to fit"
     yield _row(
         "Predicted".ljust(10),
@@ -104,6 +105,8 @@ def _predicted(opinion: Opinion, plan: Plan) -> Iterator[str]:
         f"TFLOP/s a GPU, MFU {p.mfu:.1%}, bubble {p.bubble:.1%}; "
         f"{format_nbytes(peak_nbytes(p))} of {format_nbytes(device.nbytes)} a GPU, at most {format_nbytes(most)}{fits}",
     ).replace("  ", "", 1)
+    if calibrated := interval_text(plan):
+        yield _row("", calibrated)
 
 
 def _best(opinion: Opinion, plan: Plan) -> Iterator[str]:

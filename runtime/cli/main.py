@@ -1,4 +1,4 @@
-"""The `megaloom` command: train, generate, convert, verify, plan, show, measure, explain, export.
+"""The `megaloom` command: train, generate, convert, verify, plan, show, measure, calibrate, explain, export.
 
 `training_commands` and `run_commands` declare the options of each command.
 
@@ -17,6 +17,7 @@ from cyclopts.argument import update_argument_collection
 
 from megaloom.dsl.errors import UserError, full_message
 from megaloom.planner.cli.arguments import reject_rounded, unwrap_help, usage_error
+from megaloom.planner.cli.calibrate import calibrate
 from megaloom.planner.cli.compare import compare
 from megaloom.planner.cli.explain import explain
 from megaloom.planner.cli.export import export
@@ -60,7 +61,7 @@ app = App(
 app["--help"].group = app["--version"].group = "Parameters"
 app["--version"].help = VERSION_HELP
 app.command(planning, name="plan")
-for planned in (explain, export, compare):
+for planned in (explain, export, compare, calibrate):
     app.command(unwrap_help(planned))
 for name, command in {**TRAINING_COMMANDS, **RUN_COMMANDS}.items():
     app.command(command, name=name)

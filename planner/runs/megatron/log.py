@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.runs.run import Devices, Measured, TrainingRun
+from megaloom.planner.runs.iterations import iterations_of, max_allocated, measured_step
+from megaloom.planner.runs.run import Devices, TrainingRun
 from megaloom.planner.runs.words import Origin, Word
 
 from .flag import Effect, Flag
@@ -26,19 +26,6 @@ LISTING_BEGIN = re.compile(r"-{10,} arguments -{10,}")
 LISTING_END = re.compile(r"-{10,} end of arguments -{10,}")
 ARGUMENT = re.compile(r"(?:^|\s)([A-Za-z_]\w*) \.{2,} (.*?)\s*$")  # launchers may write a prefix before it
 VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
-ITERATION = re.compile(r"iteration\s+(\d+)\s*/\s*\d+.*elapsed time per iteration \(ms\):\s*([\d.]+)")
-MEMORY_REPORT = re.compile(r"memory \(MB\).*?max allocated:\s*([\d.]+)")
-WARM_UP = 3  # printed intervals at the beginning that are left out, if more remain than these
-OUTLIER = 1.5  # times the median beyond which an interval is left out: a checkpoint, an evaluation, a restart
-
-
-@frozen
-class Iteration:
-    """One printed interval of a log: the iteration at its end, and seconds per iteration."""
-
-    number: int
-    seconds: float
-    line_number: int
 
 
 def is_log(text: str) -> bool:
@@ -56,9 +43,10 @@ def read_log(text: str, path: str, devices: int | None, hints: Hints) -> Trainin
     count = devices or (int(world.text) if world and world.text.isdigit() else None)
     if count is None:
         raise UserError(f"{path} does not list world_size\ngive the number of GPUs: --gpus 64xH100")
-    measured = _measured(list(_iterations(lines)), _memory(lines), path)
-    source = ArgumentSource(path, Devices(count, None, world.origin if world else None), (), measured, None, hints)
-    return read_run(_as_arguments(stated), _with_vocabulary(source, lines))
+    source = ArgumentSource(path, Devices(count, None, world.origin if world else None), hints=hints)
+    run = read_run(_as_arguments(stated), _with_vocabulary(source, lines))
+    _, printed = iterations_of(lines)
+    return evolve(run, measured=measured_step(printed, max_allocated(lines), path, run.workload.batch))
 
 
 def _with_vocabulary(source: ArgumentSource, lines: Sequence[str]) -> ArgumentSource:
@@ -125,33 +113,3 @@ def _value(flag: Flag, text: str) -> Any:
     except (KeyError, ValueError, SyntaxError):
         return None
     return number if flag.nargs == "1" else (number,)
-
-
-def _iterations(lines: Sequence[str]) -> Iterator[Iteration]:
-    for number, line in enumerate(lines, 1):
-        if found := ITERATION.search(line):
-            yield Iteration(int(found[1]), float(found[2]) / 1e3, number)
-
-
-def _memory(lines: Sequence[str]) -> int | None:
-    """Return the most bytes that tensors took on a rank, as the log reports them."""
-    most = [float(found[1]) for line in lines if (found := MEMORY_REPORT.search(line))]
-    return int(max(most) * 2**20) if most else None
-
-
-def _measured(printed: Sequence[Iteration], nbytes: int | None, path: str) -> Measured | None:
-    """Return the median of the printed intervals without warm-up and outliers; None if nothing was printed."""
-    if not printed:
-        return None
-    warm = WARM_UP if len(printed) > 2 * WARM_UP else min(1, len(printed) - 1)
-    rest, left_out = printed[warm:], []
-    if warm:
-        left_out.append(f"iterations up to {printed[warm - 1].number} as warm-up")
-    usual = median(one.seconds for one in rest)
-    counted = [one for one in rest if one.seconds <= OUTLIER * usual]
-    if slow := [one for one in rest if one.seconds > OUTLIER * usual]:
-        named = ", ".join(str(one.number) for one in slow[:5]) + (", …" if len(slow) > 5 else "")
-        lost = sum(one.seconds - usual for one in slow)
-        left_out.append(f"{len(slow)} slow intervals (iteration {named}), {lost:.1f} s above the median in all")
-    seconds = median(one.seconds for one in counted)
-    return Measured(seconds, len(counted), tuple(left_out), nbytes, Origin(path, counted[0].line_number))

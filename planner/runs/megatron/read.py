@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.runs.run import Devices, Measured, Note, TrainingRun
+from megaloom.planner.runs.run import Devices, Note, TrainingRun
 
 from .edits import edits
 from .flag import Effect
@@ -40,12 +40,11 @@ class Hints:
 
 @frozen
 class ArgumentSource:
-    """Origin of arguments: the file, its devices, what was assumed, and what was measured."""
+    """Origin of arguments: the file, its devices, and what was assumed."""
 
     path: str
     devices: Devices
     assumed: tuple[Note, ...] = ()
-    measured: Measured | None = None
     version: str | None = None
     hints: Hints = field(factory=Hints)
 
@@ -90,7 +89,6 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
         stated=stated_facts(a, layout, workload, vocab, devices),
         notes=tuple(notes(a)),
         assumed=tuple(assumed),
-        measured=source.measured,
     )
     return run if a["deepspeed"] else evolve(run, edits=partial(edits, a, run))
 

@@ -250,7 +250,7 @@ def broken(*path: str | int, value: Any) -> str:
         ("[" * 100_000, "p.json is not JSON"),
         ("[]", "p.json is JSON, but not a plan"),
         ('{"name": "somebody"}', "p.json is JSON, but not a plan"),
-        (broken("version", value=1), "p.json is a plan of version 1; this megaloom reads version 12"),
+        (broken("version", value=1), "p.json is a plan of version 1; this megaloom reads version 13"),
         (broken("version", value=True), "version True"),
         (broken("reasons", value=...), "the plan has no field 'reasons'"),
         (broken("layout", "tp", value=...), "layout has no field 'tp'"),
@@ -361,19 +361,19 @@ def test_a_plan_of_version_7_is_refused_with_the_command_that_replaces_it() -> N
     with pytest.raises(PlanError) as caught:
         load(ROOT / "tests" / "golden" / "plan_version_7.json")
     text = str(caught.value)
-    assert "is a plan of version 7; this megaloom reads version 12" in text
+    assert "is a plan of version 7; this megaloom reads version 13" in text
     assert "plan megaloom.examples.gpt2:gpt2 --gpus 8xH100 --seq 1024 --batch 64 --precision bf16 -o " in text
 
 
 def test_a_plan_of_version_8_loads_without_padding() -> None:
     plan = load(ROOT / "tests" / "golden" / "plan_version_8.json")
-    assert (plan.version, plan.layout.vocab_multiple, plan.layout.tp) == (12, 1, 2)
+    assert (plan.version, plan.layout.vocab_multiple, plan.layout.tp) == (13, 1, 2)
     check_plan(plan, find("gpt2")[0])
 
 
 def test_a_plan_of_version_9_loads_without_adapters() -> None:
     plan = load(ROOT / "tests" / "golden" / "plan_version_9.json")
-    assert (plan.version, plan.lora, plan.layout.tp) == (12, None, 2)
+    assert (plan.version, plan.lora, plan.layout.tp) == (13, None, 2)
     check_plan(plan, planned_model(plan))
 
 

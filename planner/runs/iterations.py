@@ -1,0 +1,105 @@
+"""Iterations that a log prints, and the measured step that they give: without warm-up and outliers.
+
+Megatron-LM and Megatron-Bridge print seconds per iteration, NeMo too under another name, torchtitan tokens per second
+of a device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from statistics import median
+
+from attrs import frozen
+
+from .run import Measured
+from .words import Origin
+
+WARM_UP = 3  # printed intervals at the beginning that are left out, if more remain than these
+OUTLIER = 1.5  # times the median beyond which an interval is left out: a checkpoint, an evaluation, a restart
+NAMED = 5  # slow intervals that are named
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+MEGATRON = re.compile(r"iteration\s+(\d+)\s*/\s*\d+.*elapsed time per iteration \(ms\):\s*([\d.]+)")
+NEMO = re.compile(r"global_step[=:]\s*(\d+)(?:\.\d+)?\b.*train_step_timing in s[=:]\s*([\d.]+)")
+TITAN = re.compile(r"step:\s*(\d+)\s+loss:.*\b(?:tps|wps):\s*([\d,]+)")
+BATCH = re.compile(r"global[_ ]batch[_ ]size:\s*(\d+)")
+MEMORY_REPORT = re.compile(r"memory \(MB\).*?max allocated:\s*([\d.]+)")
+
+
+class LogProgram(StrEnum):
+    """Program that wrote a log, by the form of its iterations."""
+
+    MEGATRON = "Megatron-LM or Megatron-Bridge"
+    NEMO = "NeMo"
+    TITAN = "torchtitan"
+
+
+PATTERNS = {LogProgram.MEGATRON: MEGATRON, LogProgram.NEMO: NEMO, LogProgram.TITAN: TITAN}
+
+
+@frozen
+class Iteration:
+    """One printed interval of a log: the iteration at its end, seconds per iteration, and the batch if it is printed.
+
+    torchtitan prints no seconds. They are those in which a device takes one token.
+    """
+
+    number: int
+    seconds: float
+    line_number: int
+    batch: int | None = None
+
+
+def iterations_of(lines: Sequence[str]) -> tuple[LogProgram | None, list[Iteration]]:
+    """Return the program that wrote a log, and its iterations; None and none for a text that has none."""
+    for program, pattern in PATTERNS.items():
+        if found := list(_matching(lines, program, pattern)):
+            return program, found
+    return None, []
+
+
+def _matching(lines: Sequence[str], program: LogProgram, pattern: re.Pattern[str]) -> Iterator[Iteration]:
+    for number, line in enumerate(lines, 1):
+        if found := pattern.search(COLOURS.sub("", line) if "\x1b" in line else line):
+            batch = BATCH.search(line)
+            if seconds := _seconds(program, float(found[2].replace(",", ""))):
+                yield Iteration(int(found[1]), seconds, number, int(batch[1]) if batch else None)
+
+
+def _seconds(program: LogProgram, value: float) -> float:
+    """Return seconds from a printed value; 0 for a value that is none."""
+    if program is LogProgram.TITAN:
+        return 1 / value if value else 0.0
+    return value / 1e3 if program is LogProgram.MEGATRON else value
+
+
+def max_allocated(lines: Sequence[str]) -> int | None:
+    """Return the most bytes that tensors took on a rank, as Megatron-LM's reports have them."""
+    most = [float(found[1]) for line in lines if (found := MEMORY_REPORT.search(line))]
+    return int(max(most) * 2**20) if most else None
+
+
+def measured_step(
+    printed: Sequence[Iteration], nbytes: int | None, path: str, batch: int | None = None
+) -> Measured | None:
+    """Return the median of the printed intervals without warm-up and outliers; None if nothing was printed.
+
+    batch: the batch of the run. Intervals that print another one, as while the batch grows, are left out.
+    """
+    same = [one for one in printed if batch is None or one.batch in (None, batch)]
+    if not same:
+        return None
+    left_out = [f"{len(printed) - len(same)} intervals with another batch than {batch}"] if same != printed else []
+    warm = WARM_UP if len(same) > 2 * WARM_UP else min(1, len(same) - 1)
+    rest = same[warm:]
+    if warm:
+        left_out.append(f"iterations up to {same[warm - 1].number} as warm-up")
+    usual = median(one.seconds for one in rest)
+    counted = [one for one in rest if one.seconds <= OUTLIER * usual]
+    if slow := [one for one in rest if one.seconds > OUTLIER * usual]:
+        named = ", ".join(str(one.number) for one in slow[:NAMED]) + (", …" if len(slow) > NAMED else "")
+        lost = sum(one.seconds - usual for one in slow)
+        left_out.append(f"{len(slow)} slow intervals (iteration {named}), {lost:.1f} s above the median in all")
+    seconds = median(one.seconds for one in counted)
+    return Measured(seconds, len(counted), tuple(left_out), nbytes, Origin(path, counted[0].line_number))
