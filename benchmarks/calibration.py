@@ -28,15 +28,21 @@ from .accuracy.training_run import TrainingRun
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy" / "calibration.md"
 BEGIN, END = "<!-- begin calibration -->\n", "<!-- end of calibration -->"
 LEAST = 4  # runs of a group
-HEAD = ("source", "GPU", "program", "runs", "before", "fitted", "left out", "model left out", "in interval", "factors")
+HEAD = (
+    *("source", "GPU", "program", "runs", "check", "before", "fitted", "left out", "model left out", "in interval"),
+    "factors",
+)
 SHORT = ("products", "within", "between", "host")  # names of the factors
+
+GroupName = tuple[str, str, str]
+"""Source, GPU and framework profile of a group."""
 
 
 @frozen
 class GroupScore:
     """The calibration of one group of runs, with predicted over measured seconds where a whole model is left out."""
 
-    name: tuple[str, str, str]  # source, GPU, framework profile
+    name: GroupName
     found: CalibratedRuns
     model_left_out: tuple[float, ...]  # empty if the group has one model
 
@@ -58,13 +64,17 @@ class GroupScore:
         return median_error(self.found.before), median_error(self.found.after), median_error(self.found.held_out)
 
 
-def groups() -> dict[tuple[str, str, str], list[TrainingRun]]:
-    """Return the published runs with a step time and a price, by source, GPU and framework profile."""
-    out: dict[tuple[str, str, str], list[TrainingRun]] = defaultdict(list)
+def groups(only: GroupName | None = None) -> dict[GroupName, list[TrainingRun]]:
+    """Return the published runs with a step time and a price, by source, GPU and framework profile.
+
+    only: one group, the others left out.
+    """
+    out: dict[GroupName, list[TrainingRun]] = defaultdict(list)
     for path in shipped_files():
         for run in read_runs(path)[0]:
-            if run.step_seconds is not None and _has_price(run):
-                out[run.source, run.cluster.device.name, run.profile.name].append(run)
+            name = run.source, run.cluster.device.name, run.profile.name
+            if only in (None, name) and run.step_seconds is not None and _has_price(run):
+                out[name].append(run)
     return {name: runs for name, runs in sorted(out.items()) if len(runs) >= LEAST}
 
 
@@ -93,7 +103,7 @@ def observed(run: TrainingRun) -> Observed:
     )
 
 
-def score(name: tuple[str, str, str], runs: Sequence[TrainingRun]) -> GroupScore:
+def score(name: GroupName, runs: Sequence[TrainingRun]) -> GroupScore:
     """Calibrate one group."""
     found, models = calibrated([observed(run) for run in runs]), {run.id: run.name for run in runs}
     names = [models[run.name] for run in found.runs]
@@ -107,7 +117,8 @@ def row(group: GroupScore) -> list[str]:
     factors = ", ".join(f"{short} {one.value:.2f}" for short, one in estimates if not one.reason)
     model = f"{median_error(group.model_left_out):.1%}" if group.model_left_out else ""
     errors = [f"{error:.1%}" for error in group.errors]
-    return [*group.name, str(len(group.found.runs)), *errors, model, f"{group.inside:.0%}", factors or "none"]
+    check = "" if group.chosen else "yes"
+    return [*group.name, str(len(group.found.runs)), check, *errors, model, f"{group.inside:.0%}", factors or "none"]
 
 
 def summary(scores: Sequence[GroupScore]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from megaloom.planner.contract.calibration import Calibration
 from megaloom.planner.contract.devices import Cluster
 
 from .factors import FACTORS, scaled
-from .fit import KNOWN, PRIORS, Fit, deviations, fit
+from .fit import PRIORS, SEPARATED, Fit, deviations, fit
 from .held_out import interval_of, left_out
 from .observed import Numbers, Observed
 
@@ -94,7 +94,7 @@ def unseparated_reason(j: int, shares: Numbers, kept: Sequence[int], runs: Seque
     column, factor = shares[:, j], FACTORS[j]
     if not column.any():
         return "no step depends on it"
-    if deviations(shares, [j])[0] > KNOWN:
+    if deviations(shares, [j])[0] > SEPARATED:
         low, high = column.min(), column.max()
         return f"the runs tell too little of it: it is {_span(low, high)} of a step"
     cosines = [abs(float(shares[:, k] @ column)) / np.linalg.norm(shares[:, k]) for k in kept]

@@ -27,7 +27,7 @@ from .observed import Linearized, Numbers, Observed, linearized, lower_limits
 
 NOISE = 0.04  # s: of the groups of published runs, the median left-out error is 4 % (docs/accuracy/calibration.md)
 FREEDOM = 4  # d, as Lange, Little and Taylor advise
-KNOWN = 0.7  # share of its prior's standard deviation that a fitted factor may have: the runs halve its variance
+SEPARATED = 0.7  # share of its prior's standard deviation that a fitted factor may have: the runs halve its variance
 ROUNDS = 2  # Gauss-Newton steps; a third one changes factors by less than 0.1 %
 REWEIGHTS = 20  # the weights have settled to 1e-6
 PRIORS: Numbers = np.array([factor.prior for factor in FACTORS])
@@ -52,7 +52,7 @@ def separated(shares: Numbers) -> list[int]:
     while kept:
         left = deviations(shares, kept).round(6)
         worst = len(kept) - 1 - int(np.argmax(left[::-1]))  # of two alike the later one
-        if left[worst] <= KNOWN:
+        if left[worst] <= SEPARATED:
             break
         del kept[worst]
     return kept

@@ -8,19 +8,19 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.hardware.presets import PRESETS
 
-KINDS = sorted({name.partition("-")[0] for name in PRESETS if name != "CPU"}, key=len, reverse=True)
-NAMED = re.compile(rf"\b(?:NVIDIA|Tesla)\s+({'|'.join(KINDS)})\b")
+GPU_KINDS = sorted({name.partition("-")[0] for name in PRESETS if name != "CPU"}, key=len, reverse=True)
+GPU_PATTERN = re.compile(rf"\b(?:NVIDIA|Tesla)\s+({'|'.join(GPU_KINDS)})\b")
 
 
 def named_gpus(text: str) -> set[str]:
     """Return the kinds of GPU that a text names with their maker."""
-    return set(NAMED.findall(text))
+    return set(GPU_PATTERN.findall(text))
 
 
-def check_gpus(text: str, path: str, machine: Cluster) -> None:
+def check_named_gpus(text: str, path: str, machine: Cluster) -> None:
     """Raise UserError if a log names one kind of GPU, and the cluster has another one."""
     found, kind = named_gpus(text), machine.device.name.partition("-")[0]
-    if len(found) == 1 and kind in KINDS and found != {kind}:
+    if len(found) == 1 and kind in GPU_KINDS and found != {kind}:
         raise UserError(
             f"{path} ran on {min(found)}, not on {machine.device.name}\n"
             f"give the kind of GPU, --gpus {min(found)}, and logs of one cluster only"

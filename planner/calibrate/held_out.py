@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from math import exp, log, sqrt
 from statistics import NormalDist
 
+from megaloom.planner.cost.intervals import COVERAGE
+
 from .fit import Fit, separated, solved
 from .observed import Observed, lower_limits
 
-COVERAGE = 0.9
 # Before any run is seen, left-out errors have this standard deviation, which counts as so many runs. Chosen on one half
-# of the groups of published runs; intervals from 4, 6, 10 and 20 runs of the others hold 90, 94, 89 and 91 % of the
-# next ones (docs/accuracy/calibration.md).
+# of the groups of published runs; intervals from 4, 6, 10 and 20 runs of each of the others hold 89 to 94 % of its next
+# ones (docs/accuracy/calibration.md).
 USUAL_ERROR, USUAL_RUNS = 0.08, 4
 
 

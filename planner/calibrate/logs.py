@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.workload import Runtime
 from megaloom.planner.cost.measured_memory import held_bytes
 from megaloom.planner.runs.iterations import LogProgram, iterations_of, max_allocated, measured_step
 from megaloom.planner.runs.megatron.log import is_log
@@ -21,7 +22,7 @@ from megaloom.planner.runs.read import RunInputs, file_text, read_file, read_tex
 from megaloom.planner.runs.run import Measured, TrainingRun
 from megaloom.planner.search.pricing import Pricer
 
-from .gpu_names import check_gpus
+from .gpu_names import check_named_gpus
 from .observed import Observed
 
 LEAST_RUNS = 2  # each is predicted from the others
@@ -80,8 +81,10 @@ def _logged(run_path: str | None, path: str, given: RunInputs, cluster_of: Clust
             f"{path} is a log of {program}, which does not state its model and layout\n"
             f"give the file that started it before it: RUN={path}"
         )
+    if run.runtime is not Runtime.MEGATRON:
+        raise UserError(f"{run_path} is a plan for `megaloom train`\ncalibration takes runs of Megatron-core")
     machine = cluster_of(run)
-    check_gpus(text, path, machine)
+    check_named_gpus(text, path, machine)
     if program is LogProgram.TITAN:
         tokens = run.workload.tokens / run.layout.world
         printed = [evolve(one, seconds=one.seconds * tokens) for one in printed]
@@ -96,7 +99,7 @@ def observed(run: TrainingRun, measured: Measured, name: str, machine: Cluster) 
     g = graph(run.model)
     for broken in broken_rules(run, g, machine):
         raise UserError(f"{name}: {broken.message} [{broken.rule}]\nleave this run out")
-    staged = with_stages(g, run.stages)
+    staged = with_stages(g, run)
 
     def pricer(cluster: Cluster) -> Pricer:
         return Pricer(staged, cluster, run.workload, run.profile)

@@ -13,7 +13,7 @@ from megaloom.planner.search.reasons import format_seconds
 from .calibrated import CalibratedRuns, FactorEstimate, median_error
 from .logs import LoggedRun
 
-HEAD = ("run", "GPUs", "layout", "counted", "measured", "before", "after", "left out")
+COLUMNS_OF_RUNS = ("run", "GPUs", "layout", "counted", "measured", "before", "after", "left out")
 
 
 def report_text(found: CalibratedRuns, logged: Sequence[LoggedRun]) -> str:
@@ -37,7 +37,7 @@ def report_text(found: CalibratedRuns, logged: Sequence[LoggedRun]) -> str:
 def _runs(found: CalibratedRuns, logged: Sequence[LoggedRun]) -> Iterator[str]:
     """Yield a table of the runs and their errors, with the median error as its last line."""
     by_name = {one.observed.name: one for one in logged}
-    rows = [HEAD]
+    rows = [COLUMNS_OF_RUNS]
     for run, *ratios in zip(found.runs, found.before, found.after, found.held_out, strict=True):
         counted = str(by_name[run.name].measured.iterations)
         errors = [f"{ratio - 1:+.1%}" for ratio in ratios]

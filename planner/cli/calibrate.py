@@ -6,14 +6,14 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-from attrs import frozen
+from attrs import asdict, frozen
 from cyclopts import Parameter
 
 
 @Parameter(name="*")
 @frozen(kw_only=True)
 class LogOptions:
-    """What the files of the runs do not say."""
+    """Facts that the files of runs do not state."""
 
     env: Annotated[tuple[str, ...], Parameter(name="--env", negative="", show_default=False)] = ()
     """Variable of the scripts that started the runs, NAME=VALUE; repeat it for more."""
@@ -23,6 +23,8 @@ class LogOptions:
     """Release of Megatron-LM whose defaults hold, such as 0.12.0. [default: 0.16.1]"""
     ignore_flag: Annotated[tuple[str, ...], Parameter(name="--ignore-flag", negative="", show_default=False)] = ()
     """Flag of the files that is read as if it were not there; repeat it for more."""
+    command: int | None = None
+    """Number of the training command in files that have several, counted from 1."""
 
 
 NOTHING_ADDED = LogOptions()
@@ -65,9 +67,7 @@ def calibrate(
     check_output_file(output, "-o")
     count, times, kind = gpus.strip().partition("x")
     kind = kind if times and count.strip().isdigit() else gpus
-    added = RunOptions(
-        env=options.env, vocab=options.vocab, version_of=options.version_of, ignore_flag=options.ignore_flag
-    )
+    added = RunOptions(**asdict(options))
     logged = read_logs(logs, added.given((), gpus, ()), lambda run: cluster_of(run, kind))
     found = calibrated([one.observed for one in logged])
     command = shlex.join(["megaloom", "calibrate", *logs, "--gpus", gpus, "-o", str(output)])

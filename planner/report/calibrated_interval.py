@@ -1,4 +1,4 @@
-"""What a plan on a calibrated cluster says of its interval: which runs it comes from, or why it is not theirs."""
+"""The interval of a plan on a calibrated cluster, in words: the runs that it comes from, or why it is not theirs."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from .words import Origin
 
 WARM_UP = 3  # printed intervals at the beginning that are left out, if more remain than these
 OUTLIER = 1.5  # times the median beyond which an interval is left out: a checkpoint, an evaluation, a restart
-NAMED = 5  # slow intervals that are named
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-MEGATRON = re.compile(r"iteration\s+(\d+)\s*/\s*\d+.*elapsed time per iteration \(ms\):\s*([\d.]+)")
-NEMO = re.compile(r"global_step[=:]\s*(\d+)(?:\.\d+)?\b.*train_step_timing in s[=:]\s*([\d.]+)")
-TITAN = re.compile(r"step:\s*(\d+)\s+loss:.*\b(?:tps|wps):\s*([\d,]+)")
+SLOW_NAMED = 5  # slow intervals that are named
+TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
+MEGATRON_LINE = re.compile(r"iteration\s+(\d+)\s*/\s*\d+.*elapsed time per iteration \(ms\):\s*([\d.]+)")
+NEMO_LINE = re.compile(r"global_step[=:]\s*(\d+)(?:\.\d+)?\b.*train_step_timing in s[=:]\s*([\d.]+)")
+TITAN_LINE = re.compile(r"step:\s*(\d+)\s+loss:.*\b(?:tps|wps):\s*([\d,]+)")
 BATCH = re.compile(r"global[_ ]batch[_ ]size:\s*(\d+)")
 MEMORY_REPORT = re.compile(r"memory \(MB\).*?max allocated:\s*([\d.]+)")
 
@@ -35,7 +35,7 @@ class LogProgram(StrEnum):
     TITAN = "torchtitan"
 
 
-PATTERNS = {LogProgram.MEGATRON: MEGATRON, LogProgram.NEMO: NEMO, LogProgram.TITAN: TITAN}
+PATTERNS = {LogProgram.MEGATRON: MEGATRON_LINE, LogProgram.NEMO: NEMO_LINE, LogProgram.TITAN: TITAN_LINE}
 
 
 @frozen
@@ -61,7 +61,7 @@ def iterations_of(lines: Sequence[str]) -> tuple[LogProgram | None, list[Iterati
 
 def _matching(lines: Sequence[str], program: LogProgram, pattern: re.Pattern[str]) -> Iterator[Iteration]:
     for number, line in enumerate(lines, 1):
-        if found := pattern.search(COLOURS.sub("", line) if "\x1b" in line else line):
+        if found := pattern.search(TERMINAL_CODES.sub("", line) if "\x1b" in line else line):
             batch = BATCH.search(line)
             if seconds := _seconds(program, float(found[2].replace(",", ""))):
                 yield Iteration(int(found[1]), seconds, number, int(batch[1]) if batch else None)
@@ -98,7 +98,7 @@ def measured_step(
     usual = median(one.seconds for one in rest)
     counted = [one for one in rest if one.seconds <= OUTLIER * usual]
     if slow := [one for one in rest if one.seconds > OUTLIER * usual]:
-        named = ", ".join(str(one.number) for one in slow[:NAMED]) + (", …" if len(slow) > NAMED else "")
+        named = ", ".join(str(one.number) for one in slow[:SLOW_NAMED]) + (", …" if len(slow) > SLOW_NAMED else "")
         lost = sum(one.seconds - usual for one in slow)
         left_out.append(f"{len(slow)} slow intervals (iteration {named}), {lost:.1f} s above the median in all")
     seconds = median(one.seconds for one in counted)

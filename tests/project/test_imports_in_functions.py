@@ -13,6 +13,7 @@ REASONS = {
     "planner/cli/arguments.py": COMMAND,
     "planner/cli/budget_options.py": COMMAND,
     "planner/cli/adapter_options.py": COMMAND,
+    "planner/cli/calibrate.py": COMMAND,
     "planner/cli/compare.py": COMMAND,
     "planner/cli/explain.py": COMMAND,
     "planner/cli/export.py": COMMAND,

@@ -36,7 +36,7 @@ COMMANDS = {
     **dict.fromkeys(
         (
             *("data", "train", "evaluate", "generate", "convert", "pack", "unpack"),
-            *("verify", "show", "measure", "explain", "compare", "report", "export"),
+            *("verify", "show", "measure", "calibrate", "explain", "compare", "report", "export"),
         ),
         "megaloom.runtime.cli",
     ),

@@ -107,9 +107,9 @@ def test_the_interval_holds_for_the_program_and_class_of_the_runs_only(folder: P
     assert machine.calibration is not None
     other = evolve(machine, calibration=evolve(machine.calibration, classes=("experts",)))
     run = read_file(NAMES[0], NO_RUN.given((), None, ()))
-    ours, published, unlike = (second_opinion(run, each).plan for each in (machine, plain, other))
-    assert ours is not None and published is not None and unlike is not None
-    assert ours.predicted.interval != published.predicted.interval == unlike.predicted.interval
+    ours, plainly, unlike = (second_opinion(run, each).plan for each in (machine, plain, other))
+    assert ours is not None and plainly is not None and unlike is not None
+    assert ours.predicted.interval != plainly.predicted.interval == unlike.predicted.interval
     own = (price(graph(run.model), run.layout, each, run.workload).prediction.interval for each in (machine, plain))
     assert len(set(own)) == 1  # of Megaloom's own runtime
 
