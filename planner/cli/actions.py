@@ -52,7 +52,16 @@ def print_scaling(
 
     with progress if console.is_terminal else nullcontext():
         found = list(
-            scaling_points(graph(model), clusters(), workload, checked_fixed(fixed), headroom, runtime, pareto=pareto)
+            scaling_points(
+                graph(model),
+                clusters(),
+                workload,
+                checked_fixed(fixed),
+                headroom,
+                runtime,
+                pareto=pareto,
+                fastest=job.fastest,
+            )
         )
     if not any(point.best for point in found):  # then the search on the last cluster raises the reason
         search(
@@ -103,7 +112,7 @@ def print_lint(g: Graph, machine: Cluster, workload: Workload, fixed: FixedAxes,
 
 
 def run_search(
-    declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: FixedAxes, headroom: float, runtime: Runtime
+    declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: FixedAxes, job: JobOptions
 ) -> Found:
     """Search with a progress line on a terminal. If interrupted, return the best plan so far."""
     from rich.console import Console
@@ -127,8 +136,9 @@ def run_search(
             workload,
             ref=ref,
             fixed=fixed,
-            headroom=headroom,
-            runtime=runtime,
+            headroom=job.memory_headroom,
+            runtime=job.runtime,
+            fastest=job.fastest,
             on_progress=tell if progress else None,
             keep_incumbent=True,
         )

@@ -148,7 +148,7 @@ def _plan(
 
     machine = cluster(job.cluster_name)
     workload = job.workload(declared, machine)
-    found = run_search(declared, machine, workload, ref, chosen, job.memory_headroom, job.runtime)
+    found = run_search(declared, machine, workload, ref, chosen, job)
     path = result.output or ("" if result.as_json else "plan.json")
     if path:
         save(found.best, path)

@@ -41,6 +41,8 @@ class JobOptions:
         "Program that will run the plan: megaloom (`megaloom train`), or megatron (Megatron-core with Transformer "
         "Engine, as in Megatron-LM, NeMo and Megatron-Bridge; see `megaloom export`)."
     )
+    fastest: Annotated[bool, Parameter(negative="")] = False
+    """Choose the fastest layout, also where a simpler one is at most 1 % slower."""
     memory_headroom: Annotated[float, Parameter(converter=parse_share)] = 0.05
     """Share of each device's memory that a plan leaves free, such as 10%."""
 

@@ -25,7 +25,7 @@ def check_alone(job: JobOptions, chosen: FixedAxes, result: ResultOptions) -> No
     from megaloom.planner.contract.workload import Precision, Runtime
 
     stated = {"--seq": job.seq, "--batch": job.batch, "-o": result.output, "--html": result.html}
-    stated |= {"--trace": result.trace, "--lint": result.lint, "--pareto": result.pareto}
+    stated |= {"--trace": result.trace, "--lint": result.lint, "--pareto": result.pareto, "--fastest": job.fastest}
     stated |= {"--precision": job.precision is not Precision.BF16, "--runtime": job.runtime is not Runtime.MEGALOOM}
     for flag in (*(flag for flag, value in stated.items() if value), *map(flag_of, chosen)):
         raise UserError(f"{flag} has no effect with --from, which reads the run's own\ndrop it")

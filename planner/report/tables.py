@@ -14,7 +14,8 @@ from megaloom.dsl.node import Node
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, GradReduce
 from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.plans import Plan, Prediction
-from megaloom.planner.search.reasons import difference_text
+from megaloom.planner.search.reasons import difference_text, near, tie_text
+from megaloom.planner.search.simple_first import contrast
 
 from .folded_table import text_table
 from .units import Unit, format_count, memory_unit, peak_memory, time_unit
@@ -160,8 +161,16 @@ def _next_best_cells(best: Plan, plan: Plan, with_overlap: bool) -> dict[str, st
         f"{time.name}/step": time.of(p.step_seconds),
         "MFU": f"{p.mfu:.1%}",
         size.name: size.of(peak_memory(plan)),
-        "difference": difference_text(best.predicted, p),
+        "difference": _difference(best, plan),
     }
+
+
+def _difference(best: Plan, plan: Plan) -> str:
+    """Return by what a plan is slower than the best one, or that the model cannot tell them apart."""
+    if not near(best.predicted.step_seconds, plan.predicted.step_seconds):
+        return difference_text(best.predicted, plan.predicted)
+    words = contrast(plan.layout, best.layout, plan.cluster)
+    return f"cannot be told apart: {tie_text(best.predicted, plan.predicted, words)}"
 
 
 def rejected_table(result: Found) -> Table:

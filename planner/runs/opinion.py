@@ -22,10 +22,11 @@ from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.candidates import Candidates
-from megaloom.planner.search.device_meshes import best_of_each_mesh
+from megaloom.planner.search.device_meshes import TIE_RATIO
 from megaloom.planner.search.infeasible import NoLegalLayoutError, gpus_option, nothing_fits, nothing_legal
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
+from megaloom.planner.search.simple_first import preferred
 from megaloom.planner.simulate.price import Priced
 
 from .moves import NO_MOVES, valuable_moves
@@ -112,7 +113,7 @@ def best_layout(run: TrainingRun, pricer: Pricer) -> Priced:
     simulated = search(candidates, meshes=1, count=1)
     if not simulated:
         raise UserError(nothing_fits(pricer, candidates, gpus_option))
-    return best_of_each_mesh(simulated)[0]
+    return preferred(simulated, TIE_RATIO)
 
 
 def broken_rules(run: TrainingRun, g: Graph, cluster: Cluster) -> tuple[Violation, ...]:

@@ -19,6 +19,8 @@ from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.simulate.price import Priced
 
+from .simple_first import NEAR_RATIO, contrast
+
 COMPUTE = ("forward", "backward")
 MENTIONED = 4  # neighbours in the reasons
 HOLDERS = 3  # holders of memory in a sentence
@@ -26,6 +28,7 @@ TIE_SHARE = 0.0005  # share of a step; a smaller difference counts as none
 NAMED_CAUSES = 3  # of a difference that are named
 UNEXPLAINED = 0.2  # share of a difference that the named causes may leave
 OTHER_PARTS = "other parts"
+EQUALLY_FAST = "equally fast"
 
 
 @frozen
@@ -49,7 +52,7 @@ def best_reasons(
 ) -> tuple[str, ...]:
     """Return why the best plan wins, what limits it, its memory, and why its neighbours lose.
 
-    `quickest` may be another layout than `best`, equally fast and less simple.
+    `quickest` may be another layout than `best`, at most NEAR_RATIO faster and less simple.
     """
     reasons = [_wins(best, quickest, others, legal), _limits(best), _memory(best, cluster)]
     rivals = sorted((r for r in rivals if r.priced.seconds > best.seconds), key=lambda r: r.priced.seconds)
@@ -80,23 +83,63 @@ def slower_neighbours(best: Priced, rivals: Iterable[Rival]) -> tuple[Rejected, 
 
 
 def other_reasons(plan: Priced, best: Priced) -> tuple[str, ...]:
-    """Return by what a plan loses to the best one."""
-    if plan.seconds <= best.seconds:
-        return (f"It is as fast as {best.layout}, which is simpler.",)
-    return (f"Compared with {best.layout} it is {difference_text(best.prediction, plan.prediction)}.", _limits(plan))
+    """Return by what a plan loses to the best one, or why the best one is preferred if they cannot be told apart."""
+    if not near(plan.seconds, best.seconds):
+        difference = difference_text(best.prediction, plan.prediction)
+        return (f"Compared with {best.layout} it is {difference}.", _limits(plan))
+    words = contrast(plan.layout, best.layout, best.partition.problem.job.cluster)
+    difference = tie_text(best.prediction, plan.prediction, words)
+    return (f"The model cannot tell it apart from {best.layout}: it is {difference}.", _limits(plan))
+
+
+def near(seconds: float, other: float) -> bool:
+    """Return whether two step times differ by at most NEAR_RATIO, so that the model cannot tell them apart."""
+    return max(seconds, other) <= NEAR_RATIO * min(seconds, other)
+
+
+def tie_text(best: Prediction, other: Prediction, contrast: str) -> str:
+    """Return by how much another layout is slower or faster, and in what it is less simple, else its memory.
+
+    contrast: the first difference of the layouts in the order of simplicity; empty if they are equally simple.
+    """
+    more = peak_nbytes(other) - peak_nbytes(best)
+    needs = f"with {format_nbytes(abs(more))} {'more' if more > 0 else 'less'} memory"
+    return f"{_speed_text(best, other)}, {contrast or needs}"
+
+
+def _speed_text(best: Prediction, other: Prediction) -> str:
+    change = other.step_seconds / best.step_seconds - 1
+    if abs(change) < TIE_SHARE:
+        return EQUALLY_FAST
+    return f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
 
 
 def _wins(best: Priced, quickest: Priced, others: Sequence[Priced], legal: int) -> str:
-    took = f"The plan ({best.layout}) takes {format_seconds(best.seconds)} a step, {best.prediction.mfu:.1%} MFU"
+    text = f"The plan ({best.layout}) takes {format_seconds(best.seconds)} a step, {best.prediction.mfu:.1%} MFU"
     if not others:
-        return f"{took}: the only one of {legal:,} legal layouts that fits the memory."
-    least = f", the fastest of {legal:,} legal layouts"
-    if quickest.seconds < best.seconds:
-        least = f". The fastest of {legal:,} legal layouts ({quickest.layout}) is at most 0.1% faster, and less simple"
-    next_ = min(others, key=lambda priced: priced.seconds)
-    if next_.seconds <= best.seconds:
-        return f"{took}{least}."
-    return f"{took}{least}. The next best ({next_.layout}) is {difference_text(best.prediction, next_.prediction)}."
+        return f"{text}: the only one of {legal:,} legal layouts that fits the memory."
+    ties = [priced for priced in others if near(priced.seconds, quickest.seconds)]
+    more, share = sum(priced is not quickest for priced in ties), f"{NEAR_RATIO - 1:.0%}"
+    if quickest is best:
+        text += f", the fastest of {legal:,} legal layouts."
+        text += f" The model cannot tell it apart from {more} more that are at most {share} slower." if more else ""
+    else:
+        text += f". {_simpler(best, quickest, legal)} The model cannot tell the two apart"
+        text += f", nor {more} more that are at most {share} slower than the fastest." if more else "."
+    if len(ties) == len(others):
+        return text
+    next_ = min((priced for priced in others if priced not in ties), key=lambda priced: priced.seconds)
+    return f"{text} The next best ({next_.layout}) is {difference_text(best.prediction, next_.prediction)}."
+
+
+def _simpler(best: Priced, quickest: Priced, legal: int) -> str:
+    """Return by how much the best plan is slower than the fastest layout, and why it is preferred."""
+    words = contrast(best.layout, quickest.layout, best.partition.problem.job.cluster)
+    less = peak_nbytes(quickest.prediction) - peak_nbytes(best.prediction)
+    gain = f"simpler: {words}" if words else f"leaves {format_nbytes(less)} more memory free"
+    speed = _speed_text(quickest.prediction, best.prediction)
+    than = "as fast as" if speed == EQUALLY_FAST else f"{speed} than"
+    return f"It is {than} the fastest of {legal:,} legal layouts ({quickest.layout}), and {gain}."
 
 
 def _limits(plan: Priced) -> str:
@@ -145,20 +188,20 @@ def fullest_rank(plan: Partition) -> tuple[int, Peak]:
 
 
 def difference_text(best: Prediction, other: Prediction) -> str:
-    """Return by how much another prediction is slower, and why: `5.0% slower: backward +375 ms, recompute −250 ms`.
+    """Return by how much another prediction is slower or faster, and why: `5.0% slower: backward +375 ms`.
 
     The causes are the largest, at most NAMED_CAUSES of them, until what is left is at most UNEXPLAINED of the
     difference. If more is left it stands last, as OTHER_PARTS. Of a prediction that is equally fast, return how much
     more memory it needs.
     """
     slower = other.step_seconds - best.step_seconds
-    if slower < TIE_SHARE * best.step_seconds:
+    if abs(slower) < TIE_SHARE * best.step_seconds:
         more = peak_nbytes(other) - peak_nbytes(best)
         needs_more = more > TIE_SHARE * peak_nbytes(best)
         second = f"with {format_nbytes(more)} more memory" if needs_more else "and no simpler than the best plan"
-        return f"equally fast, {second}"
+        return f"{EQUALLY_FAST}, {second}"
     named = ", ".join(f"{cause} {_signed_seconds(s)}" for cause, s in _main_causes(best, other).items())
-    return f"{other.step_seconds / best.step_seconds - 1:.1%} slower: {named}"
+    return f"{_speed_text(best, other)}: {named}"
 
 
 def _main_causes(best: Prediction, other: Prediction) -> dict[str, float]:
@@ -167,11 +210,11 @@ def _main_causes(best: Prediction, other: Prediction) -> dict[str, float]:
     causes: dict[str, float] = {}
     for cause in sorted(by_cause, key=lambda cause: -abs(by_cause[cause]))[:NAMED_CAUSES]:
         causes[cause] = by_cause[cause]
-        if abs(slower - sum(causes.values())) <= UNEXPLAINED * slower:
+        if abs(slower - sum(causes.values())) <= UNEXPLAINED * abs(slower):
             break
     causes = dict(sorted(causes.items(), key=lambda entry: -entry[1]))
     rest = slower - sum(causes.values())
-    return causes if abs(rest) <= UNEXPLAINED * slower else causes | {OTHER_PARTS: rest}
+    return causes if abs(rest) <= UNEXPLAINED * abs(slower) else causes | {OTHER_PARTS: rest}
 
 
 def _signed_seconds(seconds: float) -> str:

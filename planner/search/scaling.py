@@ -20,10 +20,11 @@ from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.simulate.price import Priced
 
 from .candidates import Candidates
-from .device_meshes import simplest
+from .device_meshes import TIE_RATIO
 from .infeasible import check_ranges
 from .pricing import Pricer
 from .search import search
+from .simple_first import NEAR_RATIO, preferred
 from .variant_choices import FixedAxes
 
 MEMORY_STEP = 0.8  # memory limit of the next layout of a Pareto front, as a share of the memory of the last one
@@ -69,16 +70,20 @@ def scaling_points(
     runtime: Runtime = Runtime.MEGALOOM,
     *,
     pareto: bool = False,
+    fastest: bool = False,
 ) -> Iterator[ScalingPoint]:
-    """Yield the best layout of each cluster, from the smallest cluster on.
+    """Yield the recommended layout of each cluster, from the smallest cluster on; with `fastest`, the fastest one.
 
     pareto: also yield the Pareto front over time per token, memory and devices, in memory steps of MEMORY_STEP.
     """
     parted, shown = with_cut_points_of(graph, runtime), list[tuple[float, int]]()
+    ratio = TIE_RATIO if fastest or pareto else NEAR_RATIO
     for machine in row:
         check_ranges(fixed, graph, work(machine), machine)
         free, best = headroom, None
-        while (priced := _best(Pricer(parted, machine, work(machine), PROFILES[runtime], free), fixed)) is not None:
+        while (
+            priced := _best(Pricer(parted, machine, work(machine), PROFILES[runtime], free), fixed, ratio)
+        ) is not None:
             best, nbytes = priced, max(priced.partition.peaks)
             each = best.seconds / work(machine).tokens
             if not (pareto and any(quick <= each and lean <= nbytes for quick, lean in shown)):
@@ -91,7 +96,7 @@ def scaling_points(
             yield ScalingPoint(machine, None)
 
 
-def _best(pricer: Pricer, fixed: FixedAxes) -> Priced | None:
+def _best(pricer: Pricer, fixed: FixedAxes, ratio: float) -> Priced | None:
     candidates = Candidates(pricer, fixed)
     simulated = search(candidates, 1) if len(candidates.base_layouts) else []
-    return simplest(simulated) if simulated else None
+    return preferred(simulated, ratio) if simulated else None

@@ -29,9 +29,9 @@ from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.capabilities import caveats
 from megaloom.planner.simulate.price import Priced
 
-from .best_first import BalancedLayout, Frontier
+from .best_first import BalancedLayout, Entry, Frontier
 from .candidates import Candidates
-from .device_meshes import best_of_each_mesh, device_mesh
+from .device_meshes import TIE_RATIO, device_mesh
 from .infeasible import (
     PLAIN_AXES,
     Advice,
@@ -52,6 +52,7 @@ from .reasons import (
     sharding_reason,
     slower_neighbours,
 )
+from .simple_first import NEAR_RATIO, SimplestLayouts, best_of_each_mesh, preferred
 from .variant_choices import FixedAxes
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
@@ -67,8 +68,10 @@ PROGRESS_SECONDS = 0.1  # between two reports of progress
 class Found:
     """Result of a search.
 
-    best: the fastest plan; of plans within 0.1 % the simplest.
-    others: the best plan of each other device mesh, fastest first; with one device mesh only, all its other layouts.
+    best: the recommended plan, or the fastest one if that was asked for.
+    fastest: the fastest plan; of plans within 0.1 % the simplest.
+    recommended: the simplest plan of those at most 1 % slower than the fastest; see `simple_first`.
+    others: the best plan of each other device mesh; with one device mesh only, all its other layouts.
     variants: the other simulated layouts of these device meshes, fastest first.
     rejected: neighbours of the best layout that are illegal or do not fit, with the cause.
     slower: neighbours that fit and are slower, fastest first, with the cause.
@@ -78,6 +81,8 @@ class Found:
     """
 
     best: Plan
+    fastest: Plan
+    recommended: Plan
     others: tuple[Plan, ...]
     variants: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
@@ -116,14 +121,15 @@ def plan(
     runtime: Runtime = Runtime.MEGALOOM,
     on_progress: Callable[[Progress], None] | None = None,
     keep_incumbent: bool = False,
+    fastest: bool = False,
     advice: Advice = gpus_option,
 ) -> Found:
-    """Return the fastest legal layout that fits the memory, with runners-up, reasons and neighbours.
+    """Return the simplest of the fastest legal layouts that fit the memory, with runners-up, reasons and neighbours.
 
-    No legal layout that fits is faster than the result by more than 0.1 %, given the planner's partition of each.
-    The optimizer's state is distributed unless a step of a mean rank ends earlier without that. Gradients are sharded
-    only where balanced stages do not fit with the distributed optimizer, and weights only where they do not fit with
-    sharded gradients, because each takes more communication.
+    No legal layout that fits is faster than the result by more than 1 %, or 0.1 % with `fastest`, given the planner's
+    partition of each. The optimizer's state is distributed unless a step of a mean rank ends earlier without that.
+    Gradients are sharded only where balanced stages do not fit with the distributed optimizer, and weights only where
+    they do not fit with sharded gradients, because each takes more communication.
 
     ref: where the model is declared, such as "file.py:name"; the plan records it.
     fixed: fields of the layout that the search must not change, by name, such as {"tp": 4}.
@@ -131,6 +137,7 @@ def plan(
     runtime: the framework that will run the plan, which decides legal layouts and costs.
     on_progress: is called from the first layout that fits, then about ten times a second.
     keep_incumbent: on KeyboardInterrupt, return the best layout so far, if there is one.
+    fastest: recommend the fastest layout, also where a simpler one is at most 1 % slower.
     advice: returns the words in which the message says to use another cluster.
     Raises NoLegalLayoutError if no legal layout has the fixed fields, UserError if none fits: with the smallest changes
     that help.
@@ -153,7 +160,7 @@ def plan(
         simulated = solver.fastest(SIMULATED)
     if not simulated:
         raise UserError(nothing_fits(pricer, candidates, advice))
-    best, *others = best_of_each_mesh(simulated)
+    best, *others = best_of_each_mesh(simulated, TIE_RATIO if fastest else NEAR_RATIO)
     shown = {priced.layout for priced in (best, *others)}
     rivals, rejected = priced_neighbours(best.layout, pricer, chosen)
     wins, *rest = best_reasons(best, simulated[0], others, rivals, candidates.count, cluster)
@@ -180,8 +187,15 @@ def plan(
             lora=model.lora,
         )
 
+    first = plan_of(best, (wins, *gains, *rest))
+    quickest, simple = (
+        first if one is best else plan_of(one, other_reasons(one, best))
+        for one in (preferred(simulated, ratio) for ratio in (TIE_RATIO, NEAR_RATIO))
+    )
     return Found(
-        best=plan_of(best, (wins, *gains, *rest)),
+        best=first,
+        fastest=quickest,
+        recommended=simple,
         others=tuple(plan_of(other, other_reasons(other, best)) for other in others),
         variants=tuple(plan_of(other, other_reasons(other, best)) for other in simulated if other.layout not in shown),
         rejected=rejected,
@@ -261,6 +275,7 @@ class BranchAndBound:
             if priced.seconds <= frontier.closed.get(device_mesh(layout), 0.0)
         }
         frontier.reopen()
+        proven |= self._find_simpler(frontier, meshes)
         feasible = frontier.feasible()
         while len(self._simulated) < count and (partition := next(feasible, None)):
             self._simulate(candidates.pricer, partition)
@@ -286,10 +301,45 @@ class BranchAndBound:
             return False
         self.lower_bound = min(seconds, self.incumbent.seconds) if self.incumbent else seconds
         self._report(PROGRESS_SECONDS)
+        if meshes and isinstance(entry, Priced):
+            frontier.close(entry)
+        self._refine(frontier, seconds, entry)
+        return True
+
+    def _find_simpler(self, frontier: Frontier, meshes: int) -> set[Layout]:
+        """Simulate layouts that may be recommended in place of the fastest, and return all of these.
+
+        A step of theirs is at most NEAR_RATIO times as long, and each is simpler than all that were simulated before of
+        its device mesh, if that is among the `meshes` with the simplest layouts.
+        """
+        if self.incumbent is None:
+            return set()
+        limit = NEAR_RATIO * self.incumbent.seconds
+        near = {layout for layout, priced in self._simulated.items() if priced.seconds <= limit}
+        simplest = SimplestLayouts(frontier.candidates.pricer.cluster, meshes)
+        simplest.add(near)
+        left = []
+        while top := frontier.pop():
+            if top[0] > limit:
+                left.append(top)
+                break
+            layout = top[1].partition.layout if isinstance(top[1], PartitionedLayout) else top[1].layout
+            if isinstance(top[1], Priced):
+                near.add(layout)
+                simplest.add([layout])
+            elif simplest.improved_by(layout):
+                self._refine(frontier, *top)
+            else:
+                left.append(top)
+        for seconds, entry in left:
+            frontier.push(seconds, entry)
+        return near
+
+    def _refine(self, frontier: Frontier, seconds: float, entry: Entry) -> None:
+        """Replace an entry by the next step of its examination."""
         if isinstance(entry, Priced):
-            if meshes:
-                frontier.close(entry)
-        elif isinstance(entry, PartitionedLayout):
+            return
+        if isinstance(entry, PartitionedLayout):
             priced = self._simulate(frontier.candidates.pricer, entry.partition)
             frontier.push(priced.seconds, priced)
         elif isinstance(step := next(entry.steps, None), Layout):  # one with less overlap, which needs less memory
@@ -300,7 +350,6 @@ class BranchAndBound:
             frontier.shard_more(entry)
             if step is not None:
                 frontier.push(max(seconds, ROUNDING * step.seconds), step)
-        return True
 
     def fastest(self, count: int) -> list[Priced]:
         """Return the fastest layouts simulated so far."""
