@@ -33,13 +33,16 @@ JSON_VERSION = 2
 def search_json(result: Found, top: int, params: int, budget: TokenBudget | None = None) -> dict[str, Any]:
     """Return a search as JSON: the best layouts, best first, and similar layouts with the cause why they lose.
 
-    A cause is a rule, memory or time. An interrupted search has `possible_gain`: the share of its step time by which
-    the best layout may still be improved. With a budget each plan has `run`: the days and money for its tokens.
+    `slower_than_fastest` is the share by which the first is slower than the fastest layout, which is less simple. A
+    cause is a rule, memory or time. An interrupted search has `possible_gain`: the share of its step time by which the
+    best layout may still be improved. With a budget each plan has `run`: the days and money for its tokens.
     """
     plans = (result.best, *result.next(top - 1))
+    best, fastest = (plan.predicted.step_seconds for plan in (result.best, result.fastest))
     near = {r.layout: r.cause for r in (*result.rejected, *result.slower)}
     return {
         "version": JSON_VERSION,
+        "slower_than_fastest": max(0.0, best / fastest - 1),
         "plans": [{**_plan(p), "goodput": _goodput(p, params), **_run(p, params, budget)} for p in plans],
         "rejected": [
             {"layout": layout_to_json(x), "cause": cause}

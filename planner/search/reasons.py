@@ -119,13 +119,14 @@ def _wins(best: Priced, quickest: Priced, others: Sequence[Priced], legal: int) 
     if not others:
         return f"{text}: the only one of {legal:,} legal layouts that fits the memory."
     ties = [priced for priced in others if near(priced.seconds, quickest.seconds)]
-    more, share = sum(priced is not quickest for priced in ties), f"{NEAR_RATIO - 1:.0%}"
+    more = sum(priced is not quickest for priced in ties)
+    also = f"{more} other layout{'s' * (more > 1)} at most {NEAR_RATIO - 1:.0%} slower" if more else ""
     if quickest is best:
         text += f", the fastest of {legal:,} legal layouts."
-        text += f" The model cannot tell it apart from {more} more that are at most {share} slower." if more else ""
+        text += f" The model cannot tell it apart from {also}." if also else ""
     else:
         text += f". {_simpler(best, quickest, legal)} The model cannot tell the two apart"
-        text += f", nor {more} more that are at most {share} slower than the fastest." if more else "."
+        text += f", nor {also}." if also else "."
     if len(ties) == len(others):
         return text
     next_ = min((priced for priced in others if priced not in ties), key=lambda priced: priced.seconds)

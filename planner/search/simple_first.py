@@ -49,15 +49,15 @@ def preference(priced: Priced) -> tuple[float, ...]:
 
 
 def simplicity_words(x: Layout, cluster: Cluster) -> tuple[str, ...]:
-    """Return in words what each number of `simplicity_order` counts."""
+    """Return in words what each number of `simplicity_order` counts; a name ends in a colon if it is said once."""
     degrees = {"tp": x.tp, "pp": x.pp, "cp": x.cp, "ep": x.ep, "etp": x.etp}
     axes = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "dp alone"
     tensor = f"tp {x.tp}" if x.tp >= x.etp else f"etp {x.etp}"
     where = "across nodes" if simplicity_order(x, cluster)[1] else "within a node"
-    odd = {**degrees, "vpp": x.vpp, "mbs": x.micro_batch}
+    odd = degrees | {"vpp": x.vpp, "mbs": x.micro_batch}
     named = ", ".join(f"{axis} {degree}" for axis, degree in odd.items() if _odd(degree)) or "powers of two"
-    recompute = f"recompute {x.recompute_text}"
-    return axes, f"{tensor} {where}", f"vpp {x.vpp}", f"cp {x.cp}", recompute, recompute, recompute, named
+    recompute = (f"recompute: {x.recompute_text}",) * 3
+    return axes, f"{tensor} {where}", f"vpp: {x.vpp}", f"cp: {x.cp}", *recompute, named
 
 
 def contrast(one: Layout, other: Layout, cluster: Cluster) -> str:
@@ -65,8 +65,9 @@ def contrast(one: Layout, other: Layout, cluster: Cluster) -> str:
     orders, words = ([of(x, cluster) for x in (one, other)] for of in (simplicity_order, simplicity_words))
     for a, b, text, other_text in zip(*orders, *words, strict=True):
         if a != b:
-            name, _, value = text.partition(" ")
-            return f"{text} instead of {other_text.removeprefix(f'{name} ') if value.isdigit() else other_text}"
+            name, colon, value = text.partition(": ")
+            said = f"{name} {value}" if colon else text
+            return f"{said} instead of {other_text.removeprefix(f'{name}: ')}"
     return ""
 
 

@@ -100,15 +100,15 @@ def search(case: Case) -> dict[str, Any]:
     pricer = Pricer(with_cut_points_of(graph(model), runtime), machine, workload, PROFILES[runtime])
     legal = Candidates(pricer, checked_fixed(fixed)).count
     try:
-        result = plan(model, machine, workload, ref=ref, fixed=fixed, runtime=runtime)
+        result = plan(model, machine, workload, ref=ref, fixed=fixed, runtime=runtime, fastest=True)
     except UserError:
         return {"legal_layouts": legal, "plan": None}
     return {"legal_layouts": legal, "plan": record(result)}
 
 
 def record(result: Any) -> dict[str, Any]:
-    """Return the result of a search as JSON values under stable names."""
-    best, predicted = result.best, result.best.predicted
+    """Return the result of a search as JSON values under stable names: the fastest plan, and the recommended one."""
+    best, predicted, simple = result.best, result.best.predicted, result.recommended
     return {
         "layout": _layout(best.layout),
         "stages": [[stage.start, stage.stop] for stage in best.stages],
@@ -120,6 +120,10 @@ def record(result: Any) -> dict[str, Any]:
         "mfu": predicted.mfu,
         "seconds_by_cause": _renamed(predicted.breakdown, SECONDS),
         "memory_bytes_by_rank": [_renamed(nbytes, MEMORY) for nbytes in predicted.nbytes],
+        "recommended": {
+            "layout": None if simple is best else _layout(simple.layout),
+            "step_seconds": simple.predicted.step_seconds,
+        },
         "runners_up": [
             {"layout": _layout(other.layout), "step_seconds": other.predicted.step_seconds}
             for other in result.next(RUNNERS_UP)

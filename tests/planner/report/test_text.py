@@ -78,6 +78,8 @@ def example() -> Found:
     slow = make_plan(Layout(dp=4, tp=2, sequence_parallel=True, recompute=Recompute.FULL), (0, 2 * half + 1), more)
     return Found(
         best=fast,
+        fastest=fast,
+        recommended=fast,
         others=(slow,),
         variants=(),
         rejected=(Rejected(Layout(dp=8, micro_batch=8), "81.2 GiB on rank 0, of 79.1"),),

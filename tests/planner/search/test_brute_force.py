@@ -48,12 +48,11 @@ from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import (
     TIE_RATIO,
     DeviceMesh,
-    complexity,
     device_mesh,
-    simplest,
 )
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
+from megaloom.planner.search.simple_first import NEAR_RATIO, preferred, simplicity_order
 from megaloom.planner.simulate.price import Priced
 
 INSTANCES = int(os.environ.get("MEGALOOM_INSTANCES", "12"))
@@ -147,9 +146,9 @@ def test_the_search_equals_brute_force(
     for one in sorted(theirs, key=theirs.__getitem__)[:sure]:  # of each all that are as quick
         as_quick = {p.layout for p in priced if device_mesh(p.layout) == one and p.seconds < theirs[one] * TIE_RATIO}
         assert as_quick <= {p.layout for p in result} or list(theirs.values()).count(theirs[one]) > 1
-    if priced:
-        best = simplest(result)
-        assert complexity(best.layout) == complexity(simplest(priced).layout)
+    for ratio in (TIE_RATIO, NEAR_RATIO) if priced else ():
+        ours, theirs = (simplicity_order(preferred(found, ratio).layout, devices) for found in (result, priced))
+        assert ours == theirs
 
 
 @st.composite

@@ -26,7 +26,7 @@ from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import FIELDS, Layout
-from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.candidates import Candidates
@@ -40,6 +40,7 @@ from megaloom.planner.search.search import (
     plan,
     search,
 )
+from megaloom.planner.search.simple_first import NEAR_RATIO, simplicity_order
 
 DENSE = llama("tiny-llama", layers=4, heads=6, kv_heads=3, embed=96, ff=192, vocab=512)
 TIED = gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64)
@@ -91,7 +92,12 @@ def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> N
         == quickest[:PROVEN_MESHES]
     )
     assert len(every) < len(legal)  # the memory ruled some out
-    assert every[0] <= planned(model, machine).best.predicted.step_seconds <= TIE_RATIO * every[0]
+    found = planned(model, machine)
+    assert every[0] <= found.fastest.predicted.step_seconds <= TIE_RATIO * every[0]
+    assert found.best is found.recommended
+    assert every[0] <= found.best.predicted.step_seconds <= NEAR_RATIO * every[0]
+    orders = [simplicity_order(p.layout, machine) for p in fitting if p.seconds <= NEAR_RATIO * every[0]]
+    assert simplicity_order(found.best.layout, machine) == min(orders)
 
 
 @pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
@@ -106,7 +112,8 @@ def test_what_is_found_is_legal_and_fits(model: Model) -> None:
         assert p.fingerprint == fingerprint(model)
         assert p.reasons
     steps = [p.predicted.step_seconds for p in plans]
-    assert got.best.predicted.step_seconds <= TIE_RATIO * min(steps)
+    assert got.best.predicted.step_seconds <= NEAR_RATIO * min(steps)
+    assert got.fastest.predicted.step_seconds <= TIE_RATIO * min(steps)
     assert len({p.layout for p in plans}) == SIMULATED
 
 
@@ -116,10 +123,32 @@ def test_the_next_best_deal_the_devices_in_another_way(model: Model) -> None:
     shown = [got.best, *got.others]
     assert len({device_mesh(p.layout) for p in shown}) == len(shown) >= PROVEN_MESHES
     steps = [p.predicted.step_seconds for p in shown]
-    assert steps[1:] == sorted(steps[1:])
+    slower = [seconds for seconds in steps if seconds > NEAR_RATIO * min(steps)]
+    assert slower == sorted(slower) == steps[len(steps) - len(slower) :]
     for p in got.variants:
         best = next(other for other in shown if device_mesh(other.layout) == device_mesh(p.layout))
-        assert best.predicted.step_seconds <= TIE_RATIO * p.predicted.step_seconds
+        assert best.predicted.step_seconds <= NEAR_RATIO * p.predicted.step_seconds
+
+
+def test_the_simplest_of_nearly_equal_layouts_is_recommended() -> None:
+    """Llama 3 70B on 64 H100: tp and pp are as fast as tp, pp and cp."""
+    work = Workload(seq=8192, batch=128, precision=Precision.FP8)
+    simple, fast = (
+        plan(llama3_70b(), cluster("64xH100"), work, ref="m", runtime=Runtime.MEGATRON, fastest=fastest)
+        for fastest in (False, True)
+    )
+    assert simple.best is simple.recommended and fast.best is fast.fastest
+    assert simple.best.layout == fast.recommended.layout != fast.best.layout == simple.fastest.layout
+    orders = [simplicity_order(found.best.layout, found.best.cluster) for found in (simple, fast)]
+    assert orders[0] < orders[1]
+    assert 1 < simple.best.predicted.step_seconds / fast.best.predicted.step_seconds <= NEAR_RATIO
+    first, other = simple.best.reasons[0], fast.best.reasons[0]
+    assert re.search(r" It is 0\.\d% slower than the fastest of [\d,]+ legal layouts \(", first)
+    assert f"legal layouts ({fast.best.layout}), and" in first
+    assert ", and simpler: tp 4, pp 8 instead of tp 4, pp 4, cp 2. The model cannot tell the two apart" in first
+    assert ", the fastest of" in other and "The model cannot tell it apart from" in other
+    assert simple.others[0].layout == fast.best.layout
+    assert simple.others[0].reasons[0].startswith("The model cannot tell it apart from dp2 tp4 pp8")
 
 
 def test_of_one_way_the_next_best_are_its_variants() -> None:

@@ -13,7 +13,14 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.pricing import price
-from megaloom.planner.search.simple_first import preference, simplicity_order
+from megaloom.planner.search.simple_first import (
+    SimplestLayouts,
+    best_of_each_mesh,
+    contrast,
+    preference,
+    preferred,
+    simplicity_order,
+)
 
 MODULES = ModuleSet(["layernorm", "mlp"])
 ORDERED = {
@@ -59,3 +66,47 @@ def test_equally_simple_layouts_are_ordered_by_memory() -> None:
     assert simplicity_order(lean.layout, machine) == simplicity_order(full.layout, machine)
     assert max(lean.partition.peaks) < max(full.partition.peaks)
     assert preference(lean) < preference(full)
+
+
+CONTRASTS = [
+    (Layout(dp=64), Layout(dp=32, tp=2), "dp alone instead of tp 2"),
+    (Layout(tp=4, pp=8), Layout(tp=4, pp=4, cp=2), "tp 4, pp 8 instead of tp 4, pp 4, cp 2"),
+    (Layout(tp=8, pp=2), Layout(tp=16, pp=2), "tp 8 within a node instead of tp 16 across nodes"),
+    (Layout(pp=2, vpp=7), Layout(pp=4, vpp=14), "vpp 7 instead of 14"),
+    (Layout(pp=2, cp=8), Layout(pp=2, cp=2), "cp 8 instead of 2"),
+    (
+        Layout(tp=2),
+        Layout(tp=2, recompute=Recompute.FULL, recompute_layers=3),
+        "recompute none instead of full, first 3 blocks of each stage",
+    ),
+    (Layout(tp=2), Layout(tp=2, micro_batch=3), "powers of two instead of mbs 3"),
+    (Layout(tp=2), Layout(tp=4), ""),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "text"), CONTRASTS)
+def test_the_first_difference_is_told(one: Layout, other: Layout, text: str) -> None:
+    assert contrast(one, other, cluster("64xH100")) == text
+
+
+def test_the_fastest_is_shown_beside_the_simplest_of_each_mesh() -> None:
+    machine, work, g = cluster("8xH100"), Workload(seq=8192, batch=8), graph(llama3_8b())
+    layouts = [Layout(dp=8 // n, tp=n, sequence_parallel=n > 1, micro_batch=b) for n in (1, 2, 4, 8) for b in (1, n)]
+    every = sorted({x: price(g, x, machine, work) for x in layouts}.values(), key=lambda priced: priced.seconds)
+    for ratio in (1.0, 1.05, 1.5, 100.0):
+        shown = best_of_each_mesh(every, ratio)
+        near = [p for p in every if p.seconds <= ratio * every[0].seconds]
+        assert len({p.layout.tp for p in shown}) == len(shown) == 4
+        assert shown[0] is min(near, key=preference) is preferred(every, ratio)
+        assert every[0] in shown[:2] or every[0].layout.tp == shown[0].layout.tp
+        rest = [p for p in shown if p.seconds > ratio * every[0].seconds]
+        assert rest == shown[4 - len(rest) :] == sorted(rest, key=lambda p: p.seconds)
+
+
+def test_only_simpler_layouts_of_the_simplest_meshes_are_of_interest() -> None:
+    known = SimplestLayouts(cluster("64xH100"), count=2)
+    assert known.improved_by(Layout(dp=2, tp=2, pp=2, cp=8))
+    known.add([Layout(dp=32, pp=2, vpp=4), Layout(dp=32, tp=2)])
+    assert known.improved_by(Layout(dp=32, pp=2, vpp=2)) and known.improved_by(Layout(dp=16, pp=4))
+    assert not known.improved_by(Layout(dp=32, pp=2, vpp=4, micro_batch=3))
+    assert not known.improved_by(Layout(dp=16, tp=2, pp=2))
