@@ -57,14 +57,6 @@ NO_OVERLAP_BUFFERS = Feature(
     },
 )
 
-# Numbers of gradients, weights and moments.
-GRADIENTS_16 = Feature(
-    name="16-bit-gradients",
-    optimizer={
-        "gradient_nbytes": coded(2, "grad_sync_dtype and grad_reduce_in_fp32 of NeMo's and Megatron-Bridge's recipes")
-    },
-)
-
 # CUDA graphs.
 BLOCKING_LAUNCHES = Feature(
     name="blocking-launches",

@@ -18,7 +18,6 @@ from megaloom.planner.cost.profiles.frameworks import EAGER, MEGATRON
 from megaloom.planner.cost.profiles.groups import FrameworkProfile, compose
 
 from .features import (
-    GRADIENTS_16,
     NANOTRON_LOSS,
     NO_OVERLAP_BUFFERS,
     ONLY_TENSOR_OVERLAP,
@@ -38,8 +37,8 @@ from .sharded_features import (
 
 MEGATRON_CORE = compose("megatron-core", [NO_OVERLAP_BUFFERS], MEGATRON)
 MEGATRON_LM_TUNED = compose("megatron-lm-tuned", [SLOW_MEMORY_KERNELS, ONLY_TENSOR_OVERLAP], MEGATRON_CORE)
-NEMO = compose("nemo", [GRADIENTS_16], MEGATRON_LM_TUNED)
-MEGATRON_BRIDGE = compose("megatron-bridge", [GRADIENTS_16, FUSED_LOSS], MEGATRON_CORE)
+NEMO = compose("nemo", [], MEGATRON_LM_TUNED)
+MEGATRON_BRIDGE = compose("megatron-bridge", [FUSED_LOSS], MEGATRON_CORE)
 MEGATRON_LM_TESTS = compose("megatron-lm-tests", [NO_WGRAD_FUSION], MEGATRON)
 MEGATRON_2021 = compose("megatron-lm-2021", [UNFUSED_ATTENTION, SCATTERED_SENDS])
 DEEPSPEED_FP16 = compose("deepspeed-fp16", [DEEPSPEED_PIPELINE, DEEPSPEED_FP16_OPTIMIZER], MEGATRON_2021)

@@ -13,7 +13,7 @@ from typing import Any
 from attrs import frozen
 
 from megaloom.dsl.dims import MAX_LAYERS
-from megaloom.planner.contract.choices import GradReduce, ModuleSet, OverlapSet, Reshard, Shard
+from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 
 from .device_words import row_device, row_precision
@@ -25,6 +25,7 @@ from .published_defaults import (
     MLA_RECOMPUTE,
     NO_EXPERT_TP,
     row_chunks,
+    row_grad_reduce,
     row_micro_batch,
     row_options,
     row_overlap,
@@ -33,7 +34,6 @@ from .published_defaults import (
 from .records import LeftOut, Measurement, MemoryKind, RunRecord, record_profile
 from .row_values import (
     MAX_EXPERTS,
-    PURE,
     Row,
     row_flag,
     row_integer,
@@ -210,7 +210,7 @@ def _layout(row: Row, profile: str) -> tuple[Layout, int]:
         shard=shard,
         replicas=row_integer(row, "dp", 1) if row_integer(row, "fsdp", 1) > 1 else 1,
         reshard=Reshard.STEP if shard is Shard.WEIGHTS and pp > 1 else Reshard.MICRO_BATCH,
-        grad_reduce=GradReduce.BF16 if PURE in row_text(row, "zero_stage") else GradReduce.FP32,
+        grad_reduce=row_grad_reduce(row, profile),
         recompute=recompute,
         recompute_modules=ModuleSet(modules),
         overlaps=OverlapSet(row_overlap(row, profile, sequence_parallel)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaloom.dsl.dims import MAX_LAYERS
-from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.choices import GradReduce, Overlap
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost.profiles.flag_features import (
     DEDUPLICATED_DISPATCH,
@@ -159,6 +159,15 @@ def row_chunks(row: Row, pp: int, profile: str) -> int:
     if profile == TORCHTITAN.name and "Interleaved" in row_text(row, "schedule"):
         return row_integer(row, "vpp", TITAN_CHUNKS)
     return row_integer(row, "vpp", layers // pp if interleaved else 1, MAX_LAYERS)
+
+
+def row_grad_reduce(row: Row, profile: str) -> GradReduce:
+    """Return the format in which gradients are reduced: bf16 in NVIDIA's recipes of NeMo and Megatron-Bridge.
+
+    Source: grad_sync_dtype and grad_reduce_in_fp32 of these recipes.
+    """
+    narrow = profile in (NEMO.name, MEGATRON_BRIDGE.name) or PURE in row_text(row, "zero_stage")
+    return GradReduce.BF16 if narrow else GradReduce.FP32
 
 
 def row_overlap(row: Row, profile: str, sequence_parallel: bool) -> tuple[Overlap, ...]:
