@@ -33,6 +33,7 @@ def print_scaling(
     from megaloom.dsl.show.printing import show
     from megaloom.planner.search.infeasible import checked_fixed
     from megaloom.planner.search.scaling import (
+        Goal,
         clusters_in_range,
         scaling_points,
     )
@@ -41,6 +42,7 @@ def print_scaling(
     console = Console(stderr=True)
     progress = console.status("", spinner="line")
     headroom, runtime = job.memory_headroom, job.runtime
+    goal = Goal.PARETO if pareto else Goal.FASTEST if job.fastest else Goal.SIMPLEST
 
     def workload(machine: Cluster) -> Workload:
         return job.workload(model, machine)
@@ -51,18 +53,7 @@ def print_scaling(
             yield machine
 
     with progress if console.is_terminal else nullcontext():
-        found = list(
-            scaling_points(
-                graph(model),
-                clusters(),
-                workload,
-                checked_fixed(fixed),
-                headroom,
-                runtime,
-                pareto=pareto,
-                fastest=job.fastest,
-            )
-        )
+        found = list(scaling_points(graph(model), clusters(), workload, checked_fixed(fixed), headroom, runtime, goal))
     if not any(point.best for point in found):  # then the search on the last cluster raises the reason
         search(
             model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 
 from attrs import frozen
 
@@ -28,6 +29,14 @@ from .simple_first import NEAR_RATIO, preferred
 from .variant_choices import FixedAxes
 
 MEMORY_STEP = 0.8  # memory limit of the next layout of a Pareto front, as a share of the memory of the last one
+
+
+class Goal(Enum):
+    """The layout of a cluster that is shown, as `plan` chooses it, or several."""
+
+    SIMPLEST = "the simplest of those at most 1 % slower than the fastest"
+    FASTEST = "the fastest"
+    PARETO = "the fastest in less and less memory"
 
 
 @frozen
@@ -68,16 +77,14 @@ def scaling_points(
     fixed: FixedAxes,
     headroom: float,
     runtime: Runtime = Runtime.MEGALOOM,
-    *,
-    pareto: bool = False,
-    fastest: bool = False,
+    goal: Goal = Goal.SIMPLEST,
 ) -> Iterator[ScalingPoint]:
-    """Yield the recommended layout of each cluster, from the smallest cluster on; with `fastest`, the fastest one.
+    """Yield the layout of each cluster that reaches the goal, from the smallest cluster on.
 
-    pareto: also yield the Pareto front over time per token, memory and devices, in memory steps of MEMORY_STEP.
+    Goal.PARETO: yield the Pareto front over time per token, memory and devices, in memory steps of MEMORY_STEP.
     """
     parted, shown = with_cut_points_of(graph, runtime), list[tuple[float, int]]()
-    ratio = TIE_RATIO if fastest or pareto else NEAR_RATIO
+    pareto, ratio = goal is Goal.PARETO, NEAR_RATIO if goal is Goal.SIMPLEST else TIE_RATIO
     for machine in row:
         check_ranges(fixed, graph, work(machine), machine)
         free, best = headroom, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_form import fingerprint
@@ -32,6 +32,7 @@ from megaloom.planner.simulate.price import Priced
 from .best_first import BalancedLayout, Entry, Frontier
 from .candidates import Candidates
 from .device_meshes import TIE_RATIO, device_mesh
+from .found import Found, Progress
 from .infeasible import (
     PLAIN_AXES,
     Advice,
@@ -62,52 +63,6 @@ PROVEN_MESHES = 5  # device meshes whose best layout is proven, as many as a rep
 ROUNDING = 1 - 1e-10  # bounds and simulations add the same seconds in different orders
 INCUMBENT_TRIES = 512  # layouts that are tried for a first plan that fits
 PROGRESS_SECONDS = 0.1  # between two reports of progress
-
-
-@frozen
-class Found:
-    """Result of a search.
-
-    best: the recommended plan, or the fastest one if that was asked for.
-    fastest: the fastest plan; of plans within 0.1 % the simplest.
-    recommended: the simplest plan of those at most 1 % slower than the fastest; see `simple_first`.
-    others: the best plan of each other device mesh; with one device mesh only, all its other layouts.
-    variants: the other simulated layouts of these device meshes, fastest first.
-    rejected: neighbours of the best layout that are illegal or do not fit, with the cause.
-    slower: neighbours that fit and are slower, fastest first, with the cause.
-    seconds: duration of the search.
-    gap: None if the best plan is proven. After an interruption, the share of its step time that another layout could
-    still save.
-    """
-
-    best: Plan
-    fastest: Plan
-    recommended: Plan
-    others: tuple[Plan, ...]
-    variants: tuple[Plan, ...]
-    rejected: tuple[Rejected, ...]
-    slower: tuple[Rejected, ...]
-    seconds: float
-    gap: float | None = None
-
-    def next(self, count: int) -> tuple[Plan, ...]:
-        """Return this many runners-up, fastest first: other device meshes, then variants if there are too few."""
-        chosen = (*self.others, *self.variants)[:count]
-        return tuple(sorted(chosen, key=lambda plan: plan.predicted.step_seconds))
-
-
-@frozen
-class Progress:
-    """State of a running search: the best layout so far, its step time, and a lower bound of every step time."""
-
-    layout: Layout
-    seconds: float
-    lower_bound: float
-
-    @property
-    def gap(self) -> float:
-        """Return the share of the step time that another layout could still save."""
-        return max(0.0, 1 - self.lower_bound / self.seconds)
 
 
 def plan(

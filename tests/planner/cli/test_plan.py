@@ -128,7 +128,7 @@ def test_json_is_for_machines(
     code, out, err = run("gpt2", "--gpus", "4xH100", "--json", "--top", "3", capsys=capsys)
     assert (code, err) == (0, "")
     output = json.loads(out)
-    assert set(output) == {"version", "plans", "rejected"}
+    assert set(output) == {"version", "slower_than_fastest", "plans", "rejected"}
     assert len(output["plans"]) == 3
     for plan in output["plans"]:
         layout, predicted = plan["layout"], plan["predicted"]

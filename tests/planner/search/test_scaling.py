@@ -15,7 +15,7 @@ from megaloom.planner.cli.main import main
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.search.scaling import MEMORY_STEP, clusters_in_range, scaling_points
+from megaloom.planner.search.scaling import MEMORY_STEP, Goal, clusters_in_range, scaling_points
 from megaloom.planner.search.search import plan
 
 
@@ -46,9 +46,20 @@ def test_each_point_is_the_best_there() -> None:
     assert results[2].best is not None
 
 
+def test_the_goal_says_which_of_nearly_equal_layouts_is_shown() -> None:
+    found = plan(llama3_8b(), cluster("64xH100"), Workload(seq=8192, batch=512), ref="")
+    assert found.fastest.layout != found.recommended.layout
+    for goal, due in ((Goal.SIMPLEST, found.recommended), (Goal.FASTEST, found.fastest)):
+        (point,) = scaling_points(
+            graph(llama3_8b()), [cluster("64xH100")], lambda _: Workload(seq=8192, batch=512), {}, 0.05, goal=goal
+        )
+        assert point.best is not None and point.best.layout == due.layout
+
+
 def test_less_memory_takes_longer() -> None:
     results = [
-        p.best for p in scaling_points(graph(llama3_8b()), clusters_in_range("8xH100"), work, {}, 0.05, pareto=True)
+        p.best
+        for p in scaling_points(graph(llama3_8b()), clusters_in_range("8xH100"), work, {}, 0.05, goal=Goal.PARETO)
     ]
     assert len(results) > 2
     for quick, lean in pairwise(results):
@@ -61,7 +72,7 @@ def test_less_memory_takes_longer() -> None:
 def test_none_shown_is_beaten_by_fewer_devices() -> None:
     """Time by token, memory of a device, devices: each shown is better than every other in one of them."""
     few = Workload(seq=1024, batch=8)  # too few for 16 devices to be quicker than 8
-    result = scaling_points(graph(gpt2()), clusters_in_range("4..16xH100"), lambda _: few, {}, 0.05, pareto=True)
+    result = scaling_points(graph(gpt2()), clusters_in_range("4..16xH100"), lambda _: few, {}, 0.05, goal=Goal.PARETO)
     points = [(p.best.seconds, max(p.best.partition.peaks), p.cluster.count) for p in result if p.best]
     assert {n for *_, n in points} == {4, 8, 16}
     for one, other in permutations(points, 2):
