@@ -24,6 +24,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 
 from .accelerate_fsdp import fsdp_notes, fsdp_table
+from .accelerate_keys import ACCELERATE_KEYS, MEGATRON_PREFIX, MICROBATCHES
 from .decoder import DecoderModel, read_decoder
 from .megatron_lm import GRADIENTS_IN_BF16, OVERLAP_OPTIONS
 from .quoting import title
@@ -61,8 +62,10 @@ def _megatron_table(plan: Plan, graph: Graph) -> str:
     model = read_decoder(graph, Target.ACCELERATE)
     _check_model(model)
     _check_layout(plan.layout)
-    keys = "".join(f"  megatron_lm_{key}: {_yaml(value)}\n" for key, value in _keys(plan, model, graph))
-    return f"megatron_lm_config:\n{keys}"
+    values: dict[str, object] = {MICROBATCHES: plan.layout.microbatches(plan.workload.batch)}
+    values |= {ACCELERATE_KEYS[option]: value for option, value in _options(plan, model, graph)}
+    lines = "".join(f"  {MEGATRON_PREFIX}{key}: {_yaml(value)}\n" for key, value in values.items())
+    return f"megatron_lm_config:\n{lines}"
 
 
 def _other_arguments(x: Layout) -> str:
@@ -134,21 +137,21 @@ def _check_layout(x: Layout) -> None:
         refuse(Target.ACCELERATE, "; ".join(what), advice)
 
 
-def _keys(plan: Plan, m: DecoderModel, graph: Graph) -> Iterator[tuple[str, object]]:
+def _options(plan: Plan, m: DecoderModel, graph: Graph) -> Iterator[tuple[str, object]]:
+    """Yield every option of Megatron-LM that a key stands for, with its value; False for a switch that is not set."""
     x = plan.layout
-    yield "tp_degree", x.tp
-    yield "pp_degree", x.pp
-    yield "num_micro_batches", x.microbatches(plan.workload.batch)
-    yield "sequence_parallelism", x.sequence_parallel
-    yield "context_parallel_size", x.cp
-    yield "expert_model_parallel_size", x.ep
-    yield "expert_tensor_parallel_size", x.etp
+    yield "tensor-model-parallel-size", x.tp
+    yield "pipeline-model-parallel-size", x.pp
+    yield "sequence-parallel", x.sequence_parallel
+    yield "context-parallel-size", x.cp
+    yield "expert-model-parallel-size", x.ep
+    yield "expert-tensor-parallel-size", x.etp
     yield from _stages(stage_layers(plan, m, graph, Target.ACCELERATE))
     yield from _recompute(x, m)
-    yield "use_distributed_optimizer", x.distributed_optimizer
-    yield "attention_dropout", getattr(m.attention, "dropout", 0.0)
-    yield "hidden_dropout", m.dropout
-    yield "use_rotary_position_embeddings", m.positions is None
+    yield "use-distributed-optimizer", x.distributed_optimizer
+    yield "attention-dropout", getattr(m.attention, "dropout", 0.0)
+    yield "hidden-dropout", m.dropout
+    yield "use-rotary-position-embeddings", m.positions is None
 
 
 def _stages(stages: tuple[StageLayers, ...]) -> Iterator[tuple[str, object]]:
@@ -159,16 +162,16 @@ def _stages(stages: tuple[StageLayers, ...]) -> Iterator[tuple[str, object]]:
         counts = ", ".join(str(stage.layers) for stage in stages)
         what = f"stages of {counts} layers: its file has a key for the last stage only"
         refuse(Target.ACCELERATE, what, MEGATRON_INSTEAD)
-    yield "decoder_last_pipeline_num_layers", stages[-1].layers
+    yield "decoder-last-pipeline-num-layers", stages[-1].layers
 
 
 def _recompute(x: Layout, m: DecoderModel) -> Iterator[tuple[str, object]]:
     """Yield full recompute, which Accelerate always asks for; of the first 0 layers of each stage, it is none."""
     blocks = recomputed_layers(x, m, Target.ACCELERATE)
-    yield "recompute_activations", False
-    yield "recompute_granularity", "full"
-    yield "recompute_method", "uniform" if blocks is None else "block"
-    yield "recompute_num_layers", 1 if blocks is None else blocks
+    yield "recompute-activations", False
+    yield "recompute-granularity", "full"
+    yield "recompute-method", "uniform" if blocks is None else "block"
+    yield "recompute-num-layers", 1 if blocks is None else blocks
 
 
 def _yaml(value: object) -> str:

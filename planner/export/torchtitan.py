@@ -57,6 +57,7 @@ def config_toml(plan: Plan, graph: Graph) -> str:
         "training": dict(_training(plan)),
         "parallelism": dict(_parallelism(plan, stages)),
         "activation_checkpoint": {"mode": str(plan.layout.recompute)},
+        "compile": {"enable": True, "components": ["model", "loss"]},
     }
     head = f"""{title(plan, graph.name)}\
 # For torchtitan 0.2.2: torchrun --nnodes {nodes} --nproc-per-node {each} ... -m torchtitan.train --job.config_file THIS

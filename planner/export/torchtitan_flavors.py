@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from megaloom.dsl import (
     MLA,
     Attention,
+    Llama3Scaling,
     MoE,
     RMSNorm,
     Rope,
@@ -29,11 +30,24 @@ class Flavor:
     name: str
     decoder: DecoderModel
     own: str
+    rope: Rope  # its own rotary positions
+
+    @property
+    def own_decoder(self) -> DecoderModel:
+        """The decoder with torchtitan's own positions and eps."""
+        m, a = self.decoder, self.decoder.attention
+        attention = evolve(a, positions=self.rope, eps=m.norm.eps) if isinstance(a, MLA) else evolve(a, rope=self.rope)
+        return evolve(m, attention=attention)
 
 
 def find_flavor(m: DecoderModel) -> Flavor | None:
     """Return the flavor that has this decoder's weights and FLOPs; None if there is none."""
     return next((flavor for flavor in FLAVORS if _shape(flavor.decoder) == _shape(m)), None)
+
+
+def named_flavor(model: str, name: str) -> Flavor | None:
+    """Return a flavor by the names of its model and of itself; None if there is none."""
+    return next((one for one in FLAVORS if (one.model, one.name.lower()) == (model, name.lower())), None)
 
 
 def _shape(m: DecoderModel) -> tuple[object, ...]:
@@ -80,7 +94,8 @@ def _decoder(
 def _llama(name: str, layers: int, heads: int, embed: int, ff: int) -> Flavor:
     attention = Attention(heads=heads, kv_heads=8, rope=_ANY_ROPE)
     own = "rotary positions of base 500,000, scaled 8 times as in Llama 3.1"
-    return Flavor("llama3", name, _decoder(128256, embed, attention, [SwiGLU(ff)] * layers), own)
+    rope = Rope(500_000, scaling=Llama3Scaling(factor=8.0))
+    return Flavor("llama3", name, _decoder(128256, embed, attention, [SwiGLU(ff)] * layers), own, rope)
 
 
 def _qwen(
@@ -97,13 +112,14 @@ def _qwen(
     norm = RMSNorm(over="head_dim")
     attention = Attention(heads=heads[0], kv_heads=heads[1], head_dim=128, rope=_ANY_ROPE, qk_norm=norm)
     own = f"rotary positions of base {base:,}" + (", and no balancing of experts" if isinstance(ff, MoE) else "")
-    return Flavor("qwen3", name, _decoder(151936, embed, attention, [ff] * layers, tied), own)
+    return Flavor("qwen3", name, _decoder(151936, embed, attention, [ff] * layers, tied), own, Rope(base))
 
 
 def _deepseek(name: str, vocab: int, heads: int, q_rank: int | None, embed: int, layers: list[FeedForward]) -> Flavor:
     attention = MLA(heads=heads, q_rank=q_rank, kv_rank=512, nope=128, rope=64, v=128, positions=_ANY_ROPE)
     own = "eps 1e-5, rotary positions scaled beyond 4,096 tokens, and experts balanced by biases"
-    return Flavor("deepseek_v3", name, _decoder(vocab, embed, attention, layers), own)
+    rope = Rope(10_000, interleaved=True)  # stretched beyond 4,096 tokens
+    return Flavor("deepseek_v3", name, _decoder(vocab, embed, attention, layers), own, rope)
 
 
 _V2_LITE = MoE(SwiGLU(1408), 64, 6, shared=SwiGLU(2 * 1408), normalize=False)

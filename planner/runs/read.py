@@ -65,7 +65,7 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
         return read_log(text, path, given.devices, given.hints)
     if Path(path).suffix.lower() in SETTINGS:
         overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
-        settings = settings_text(text, path, given.environment, overrides, lambda flag: flag in table())
+        settings = settings_text(text, path, given.environment, overrides, lambda flag: flag in table(), given.flags)
         return _of_settings(settings, path, given)
     if Path(path).suffix.lower() == ".py" and is_bridge_script(text):
         return _of_settings(bridge_run(bridge_script_tree(text, path), given.environment), path, given)

@@ -9,6 +9,7 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.quoting import printable
+from megaloom.planner.runs.settings.accelerate import accelerate_run, is_accelerate
 from megaloom.planner.runs.settings.bridge import bridge_run, is_bridge
 from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.flagscale import flagscale_run, is_flagscale
@@ -25,9 +26,8 @@ from megaloom.planner.runs.settings.tree import Tree, found, overlaid, placed
 from megaloom.planner.runs.settings.verl import is_verl, verl_run
 from megaloom.planner.runs.words import Command, Word
 
-_READ = "NeMo 1, NeMo-RL, Primus, FlagScale, verl, Megatron-Bridge (YAML) and torchtitan (TOML)"
+_READ = "NeMo 1, NeMo-RL, Primus, FlagScale, verl, Megatron-Bridge, Accelerate (YAML) and torchtitan (TOML)"
 _OTHERS = {
-    "compute_environment": "a file of Accelerate",
     "zero_optimization": "a file of DeepSpeed",
     "model_name_or_path": "a file of LLaMA-Factory or TRL",
     "base_model": "a file of Axolotl",
@@ -46,11 +46,13 @@ def settings_text(
     environment: Mapping[str, str],
     overrides: Sequence[Word] = (),
     is_flag: Callable[[str], bool] = lambda _: True,
+    flags: Sequence[Word] = (),
 ) -> SettingsRun:
     """Return the run of a settings file's text.
 
     `overrides` are words KEY=VALUE that count more than the file. `is_flag` says of a word such as `--num-layers`
-    whether Megatron-LM has this flag; keys of a framework's own parent files that are none are left out.
+    whether Megatron-LM has this flag; keys of a framework's own parent files that are none are left out. `flags` are
+    the user's, for a file that has the layout only.
     """
     if Path(path).suffix == ".toml":
         tree: Tree | None = overlaid(toml_tree(text, path), override_tree(overrides))
@@ -73,6 +75,8 @@ def settings_text(
         return verl_run(tree, environment)
     if is_nemo(tree):
         return nemo_run(tree, environment, missing)
+    if is_accelerate(tree):
+        return accelerate_run(tree, path, flags)
     if is_flagscale(tree):
         return flagscale_run(tree, environment)
     other = next((name for key, name in _OTHERS.items() if found(tree, key) is not None), None)

@@ -23,12 +23,18 @@ def torchtitan_run(tree: Tree) -> SettingsRun:
 
 def _words(tree: Tree) -> Iterator[Word]:
     for path, value in leaves(tree):
-        items = items_of_list(value)
-        if not items:
-            continue
-        yield Word(f"--{path}", items[0].word.origin)
-        yield (
-            evolve(items[0].word, text=",".join(i.text for i in items))
-            if not isinstance(value, Setting)
-            else (value.word)
-        )
+        if isinstance(value, Setting):
+            yield Word(f"--{path}", value.word.origin)
+            yield value.word
+        elif joined := _joined(value):
+            yield Word(f"--{path}", joined.origin)
+            yield joined
+
+
+def _joined(value: Tree) -> Word | None:
+    """Return the items of a list as one word with commas between them, and lists in a list with bars between them."""
+    if isinstance(value, Setting):
+        return value.word
+    lists = [one for one in value if not isinstance(one, Setting)] if not isinstance(value, Mapping) else []
+    words = [word for one in lists if (word := _joined(one))] or [one.word for one in items_of_list(value)]
+    return evolve(words[0], text=("|" if lists else ",").join(word.text for word in words)) if words else None

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.runs.settings.published import published_model
+from megaloom.planner.export.megatron_lm import model_options
+from megaloom.planner.export.target import Target
+from megaloom.planner.export.torchtitan_flavors import Flavor, named_flavor
+from megaloom.planner.runs.settings.torchtitan_stages import stage_words
 from megaloom.planner.runs.words import Word
 
-_FAMILIES = {"llama3": "llama-3.1-", "qwen3": "qwen3-"}  # names of published models, without the flavor
+SEQUENCE = 2048  # tokens, torchtitan's default
+_CP = "parallelism.context_parallel_degree"
 _PLAIN_DEGREES = (
     ("parallelism.tensor_parallel_degree", "--tensor-model-parallel-size"),
     ("parallelism.pipeline_parallel_degree", "--pipeline-model-parallel-size"),
-    ("parallelism.context_parallel_degree", "--context-parallel-size"),
+    (_CP, "--context-parallel-size"),
 )
 
 
@@ -24,15 +28,19 @@ def torchtitan_words(words: tuple[Word, ...], path: str, devices: int | None) ->
     options = {w.text.removeprefix("--"): v for w, v in zip(words[::2], words[1::2], strict=True)}
     if devices is None:
         raise UserError(f"{path} does not state the number of GPUs\ngive it with their kind: --gpus 64xH100")
-    yield from _model(options, path)
+    flavor = _flavor(options, path)
+    yield from _model(options, flavor)
     for name, flag in _PLAIN_DEGREES:
         yield from _valued(flag, options.get(name))
     tp = options.get("parallelism.tensor_parallel_degree")
     if tp is not None and tp.text != "1":
         yield Word("--sequence-parallel", tp.origin)  # torchtitan's plan for tp always shards the norms' inputs
-    yield from _data_parallel(options)
-    yield from _batch(options, path, devices)
-    yield from _valued("--seq-length", options.get("training.seq_len"))
+    yield from _experts(options, flavor, tp)
+    pp = _number(options, "parallelism.pipeline_parallel_degree", 1)
+    yield from stage_words(options, pp, len(flavor.decoder.layers))
+    batch = _batch(options, path, devices)
+    yield from _data_parallel(options, pp, batch)
+    yield from batch.words()
     yield from _precision(options)
     yield from _recompute(options)
 
@@ -48,30 +56,82 @@ def _number(options: Mapping[str, Word], name: str, default: int) -> int:
     return int(word.text) if word is not None and word.text.lstrip("-").isdigit() else default
 
 
-def _model(options: Mapping[str, Word], path: str) -> Iterator[Word]:
+def _flavor(options: Mapping[str, Word], path: str) -> Flavor:
+    """Return the model that torchtitan trains by these names."""
     name, flavor = options.get("model.name"), options.get("model.flavor")
-    family = _FAMILIES.get(name.text if name else "")
-    model = published_model(family + flavor.text) if family and flavor else None
-    if flavor is None or model is None:
+    known = named_flavor(name.text, flavor.text) if name and flavor else None
+    if known is None:
         shown = f"{name.text if name else 'no model'} {flavor.text if flavor else ''}".strip()
         raise UserError(f"{flavor.origin if flavor else path}: the sizes of torchtitan's {shown} are not known here")
-    yield from model.words(flavor)
+    return known
 
 
-def _data_parallel(options: Mapping[str, Word]) -> Iterator[Word]:
+def _model(options: Mapping[str, Word], flavor: Flavor) -> Iterator[Word]:
+    """Yield the flags of a model of torchtitan, on the line that names it."""
+    named, seq = options["model.flavor"], options.get("training.seq_len")
+    tokens = int(seq.text) if seq is not None and seq.text.isdigit() else SEQUENCE
+    for one in model_options(flavor.own_decoder, tokens, 1, Target.TORCHTITAN):
+        origin = seq.origin if seq and one.name == "seq-length" else named.origin
+        yield from (Word(text, origin) for text in one.words)
+    yield from (Word(text, named.origin) for text in ("--vocab-size", str(flavor.decoder.vocab)))
+    if flavor.decoder.moe:
+        yield Word("--moe-grouped-gemm", named.origin)
+
+
+def _experts(options: Mapping[str, Word], flavor: Flavor, tp: Word | None) -> Iterator[Word]:
+    """Yield the degrees of experts. Without expert parallelism, they are divided as all tensors are."""
+    if not flavor.decoder.moe:
+        return
+    ep = options.get("parallelism.expert_parallel_degree")
+    yield from _valued("--expert-model-parallel-size", ep)
+    if ep is not None and ep.text != "1":
+        etp = options.get("parallelism.expert_tensor_parallel_degree") or evolve(ep, text="1")
+        yield from _valued("--expert-tensor-parallel-size", etp)
+    else:
+        yield from _valued("--expert-tensor-parallel-size", tp)
+
+
+@frozen
+class _Batch:
+    """The micro-batch and the batch of a step, with their lines, and the number of micro-batches."""
+
+    micro: Word
+    whole: Word
+    microbatches: int
+
+    def words(self) -> Iterator[Word]:
+        yield from _valued("--micro-batch-size", self.micro)
+        yield from _valued("--global-batch-size", self.whole)
+
+
+def _data_parallel(options: Mapping[str, Word], pp: int, batch: _Batch) -> Iterator[Word]:
+    """Yield what data-parallel ranks share: the inverse of `export.torchtitan`.
+
+    In a pipeline that keeps gathered weights, weights and gradients are whole for a step, as with a distributed
+    optimizer.
+    """
     shard = options.get("parallelism.data_parallel_shard_degree")
     replicas = options.get("parallelism.data_parallel_replicate_degree")
-    if shard is not None and shard.text == "1":
-        return
     origin = (shard or options["model.flavor"]).origin
-    yield from (Word(text, origin) for text in ("--use-megatron-fsdp", "--use-distributed-optimizer"))
-    yield from (Word(text, origin) for text in ("--data-parallel-sharding-strategy", "optim_grads_params"))
-    yield from (Word(text, origin) for text in ("--overlap-grad-reduce", "--overlap-param-gather"))
-    if replicas is not None and replicas.text != "1":
+    yield Word("--overlap-grad-reduce", origin)
+    if shard is not None and shard.text == "1" and _number(options, _CP, 1) == 1:
+        return
+    policy = options.get("parallelism.fsdp_reshard_after_forward")
+    kept = policy.text == "never" if policy and policy.text != "default" else pp > 1
+    yield from (Word(text, origin) for text in ("--use-distributed-optimizer", "--overlap-param-gather"))
+    several = replicas is not None and replicas.text != "1"
+    if kept and pp > 1:
+        if several:
+            what = "several replicas that keep gathered weights for a step of a pipeline"
+            raise UserError(f"{origin}: {what} are not modelled for Megatron-core")
+        return
+    strategy = "optim_grads" if kept and pp == 1 and batch.microbatches == 1 else "optim_grads_params"
+    yield from (Word(text, origin) for text in ("--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy))
+    if several:
         yield from _valued("--num-distributed-optimizer-instances", replicas)
 
 
-def _batch(options: Mapping[str, Word], path: str, devices: int) -> Iterator[Word]:
+def _batch(options: Mapping[str, Word], path: str, devices: int) -> _Batch:
     local = options.get("training.local_batch_size") or options.get("training.batch_size")
     if local is None:
         raise UserError(f"{path} does not state training.local_batch_size")
@@ -79,18 +139,16 @@ def _batch(options: Mapping[str, Word], path: str, devices: int) -> Iterator[Wor
     ranks, rest = divmod(devices, prod(degrees))
     if rest:
         raise UserError(f"{path}: {devices} GPUs are not a multiple of tp × pp × cp = {prod(degrees)}")
-    micro = options.get("parallelism.pipeline_parallel_microbatch_size")
-    if degrees[1] > 1:
-        yield from _valued("--micro-batch-size", micro or evolve(local, text="1"))
-    else:
-        yield from _valued("--micro-batch-size", local)
+    stated = options.get("parallelism.pipeline_parallel_microbatch_size") or evolve(local, text="1")
+    micro = stated if degrees[1] > 1 else local
     whole = options.get("training.global_batch_size")
-    stated = whole is not None and whole.text.isdigit() and whole.text != "0"
-    yield from _valued("--global-batch-size", whole if stated else evolve(local, text=str(int(local.text) * ranks)))
+    if whole is None or not whole.text.isdigit() or whole.text == "0":
+        whole = evolve(local, text=str(int(local.text) * ranks))
+    return _Batch(micro, whole, int(whole.text) // max(1, ranks * int(micro.text)))
 
 
 def _precision(options: Mapping[str, Word]) -> Iterator[Word]:
-    param = options.get("training.mixed_precision_param")
+    param = options.get("training.mixed_precision_param")  # bfloat16 by default
     origin = (param or options["model.flavor"]).origin
     if param is None or param.text == "bfloat16":
         yield Word("--bf16", origin)

@@ -265,6 +265,7 @@ TORCHTITAN = {
         *("fsdp_reshard_after_forward", "module_fqns_per_model_part"),
     },
     "activation_checkpoint": {"mode"},
+    "compile": {"enable", "components"},
 }
 
 

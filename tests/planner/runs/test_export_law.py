@@ -15,14 +15,24 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.export.decoder import DecoderModel, read_decoder
 from megaloom.planner.export.export import export_plan
-from megaloom.planner.export.expressed import NOT_EXPRESSED
+from megaloom.planner.export.expressed import NOT_EXPRESSED, as_told
+from megaloom.planner.export.megatron_lm import model_options
+from megaloom.planner.export.option import option
 from megaloom.planner.export.target import Target
+from megaloom.planner.export.torchtitan_flavors import find_flavor
 from megaloom.planner.runs.read import RunInputs, read_text
 from megaloom.planner.runs.run import TrainingRun
+from megaloom.planner.runs.words import Origin, Word
 from tests.support.exported import CASES, case, plan_with
 from tests.support.models.examples import example
 
-FILES = {Target.MEGATRON_LM: "run.sh", Target.SLURM: "run.slurm", Target.MEGATRON_BRIDGE: "run.py"}
+FILES = {
+    Target.MEGATRON_LM: "run.sh",
+    Target.SLURM: "run.slurm",
+    Target.MEGATRON_BRIDGE: "run.py",
+    Target.TORCHTITAN: "run.toml",
+    Target.ACCELERATE: "run.yaml",
+}
 
 # One example of each family that Megatron-LM may express.
 FAMILIES = ("deepseek", "gpt2", "gpt3", "llama2", "llama3", "mistral", "mixtral", "nemotron", "qwen2", "qwen3")
@@ -54,12 +64,52 @@ EXPERTS: dict[str, Layout] = {
     "etp 1": Layout(dp=4, tp=2, ep=4, sequence_parallel=True),
     "experts' overlap": Layout(dp=8, ep=8, overlaps=("gradients", "experts")),
 }
+WHOLE = {"tp": 2, "sequence_parallel": True}
+STEP = {"shard": "weights", "reshard": "step"}
+# Plans that torchtitan or Accelerate can express: they have few models, and shard in their own ways.
+OWN: dict[str, tuple[str, Layout, dict[str, Any]]] = {
+    "replicated": ("llama3-8b", Layout(dp=8), {"batch": 8}),
+    "one micro-batch": ("llama3-8b", Layout(dp=8, shard="gradients"), {"batch": 8}),
+    "optimizer of one micro-batch": ("llama3-8b", Layout(dp=8, shard="optimizer"), {"batch": 8}),
+    "tensors": ("llama3-8b", Layout(dp=4, shard="weights", **WHOLE), {}),
+    "context": ("llama3-8b", Layout(dp=4, cp=2, shard="weights"), {}),
+    "stages": ("llama3-8b", Layout(dp=2, pp=2, micro_batch=2, **STEP), {"counts": (17, 15)}),
+    "chunks": ("llama3-8b", Layout(dp=2, pp=2, vpp=2, shard="optimizer"), {"counts": (9, 8, 8, 7)}),
+    "recompute": ("qwen3-8b", Layout(dp=8, shard="weights", recompute="full"), {}),
+    "fp32": ("qwen3-8b", Layout(dp=8, shard="weights"), {"precision": "fp32"}),
+    "experts": ("qwen3-30b-a3b", Layout(dp=8, ep=8, shard="weights"), {}),
+    "experts divided": ("qwen3-30b-a3b", Layout(dp=4, ep=4, etp=2, shard="weights", vocab_multiple=1, **WHOLE), {}),
+    "experts whole": ("qwen3-30b-a3b", Layout(dp=4, ep=4, shard="weights", vocab_multiple=1, **WHOLE), {}),
+    "tied": ("qwen3-4b", Layout(dp=8, shard="weights"), {}),
+    "gpt2": ("gpt2", Layout(dp=2, pp=2, micro_batch=2, shard="optimizer", **WHOLE), {"counts": (6, 6), "seq": 1024}),
+    "gpt2 recompute": ("gpt2-medium", Layout(dp=2, pp=2, recompute="full"), {"counts": (13, 11), "seq": 1024}),
+    "gpt2 first": ("gpt2", Layout(dp=2, recompute="full", recompute_layers=3), {"seq": 1024}),
+    "gpt2 in fp16": ("gpt2", Layout(dp=2), {"precision": "fp16", "seq": 1024}),
+    "gpt2 in bf16": ("gpt2", Layout(dp=2, overlaps=(), vocab_multiple=64, grad_reduce="bf16"), {"seq": 1024}),
+}
 MATRIX = (
     *CASES,
     *(f"family {name}" for name in FAMILIES),
     *(f"layout {name}" for name in LAYOUTS),
     *(f"experts {name}" for name in EXPERTS),
+    *(f"own {name}" for name in OWN),
 )
+
+
+TORCHTITAN = """llama3-8b;deepseek-v3;layout one device;layout sharded weights;layout replicas;own replicated;
+own one micro-batch;own optimizer of one micro-batch;own tensors;own context;own stages;own chunks;own recompute;
+own fp32;own experts;own experts divided;own experts whole;own tied"""
+ACCELERATE = """gpt2;family gpt2;family gpt3;layout sharded weights;layout replicas;own one micro-batch;own recompute;
+own fp32;own tied;own gpt2;own gpt2 recompute;own gpt2 first;own gpt2 in fp16;own gpt2 in bf16"""
+NOT_IN_MEGATRON = frozenset({"own stages", "own fp32"})  # Megatron-FSDP has neither
+REFUSED = {
+    Target.MEGATRON_LM: NOT_IN_MEGATRON,
+    Target.SLURM: NOT_IN_MEGATRON,
+    Target.MEGATRON_BRIDGE: NOT_IN_MEGATRON,
+    Target.TORCHTITAN: frozenset(MATRIX) - {*TORCHTITAN.replace("\n", "").split(";")},
+    Target.ACCELERATE: frozenset(MATRIX) - {*ACCELERATE.replace("\n", "").split(";")},
+}
+"""Plans of the matrix that a target cannot express; every other one is exported."""
 
 
 def planned(name: str) -> tuple[Plan, Model]:
@@ -75,7 +125,25 @@ def planned(name: str) -> tuple[Plan, Model]:
     if kind == "experts":
         model, ref = find("mixtral-8x7b")
         return plan_with(model, EXPERTS[rest], ref=ref), model
+    if kind == "own":
+        example_name, layout, more = OWN[rest]
+        model, ref = find(example_name)
+        return plan_with(model, layout, ref=ref, **{"batch": 64, **more}), model
     return case(name)
+
+
+def beside(target: Target, plan: Plan, model: Model) -> tuple[Word, ...]:
+    """Return the flags that a user gives with a file of Accelerate: the model's, and those of the batch."""
+    if target is not Target.ACCELERATE:
+        return ()
+    x, read = plan.layout, read_decoder(graph(model), Target.MEGATRON_LM)
+    options = [
+        *model_options(read, plan.workload.seq, x.vocab_multiple, Target.MEGATRON_LM),
+        option("vocab-size", read.vocab),
+        option("micro-batch-size", x.micro_batch),
+        *([option("global-batch-size", plan.workload.batch)] if x.fsdp else []),
+    ]
+    return tuple(Word("=".join(one.words), Origin("--set", n)) for n, one in enumerate(options, 1))
 
 
 def read_back(target: Target, plan: Plan, model: Model) -> TrainingRun:
@@ -83,7 +151,8 @@ def read_back(target: Target, plan: Plan, model: Model) -> TrainingRun:
     if target is Target.SLURM:
         plan = evolve(plan, runtime=Runtime.MEGATRON)  # else the job runs `megaloom train`
     devices = plan.cluster.count if "devices" in NOT_EXPRESSED[target] else None
-    return read_text(export_plan(plan, model, target), FILES[target], RunInputs(devices=devices))
+    text = export_plan(plan, model, target)
+    return read_text(text, FILES[target], RunInputs(devices=devices, flags=beside(target, plan, model)))
 
 
 def decoder(model: Model) -> DecoderModel:
@@ -105,23 +174,33 @@ def assert_same_model(read: Model, model: Model) -> None:
         assert fingerprint(read) == fingerprint(model)  # else equal sizes are written in two ways
 
 
+def same_flavor(read: Model, model: Model) -> bool:
+    """Return whether two models are one of torchtitan's."""
+    one, other = (find_flavor(read_decoder(graph(m), Target.TORCHTITAN)) for m in (read, model))
+    return one is not None and one is other
+
+
 def fields_said(target: Target, value: Layout | Workload) -> dict[str, Any]:
     """Return the fields of a layout or workload that the target's file says."""
-    names = (f.name for f in fields(type(value)) if f.name not in NOT_EXPRESSED[target])
-    return {name: getattr(value, name) for name in names}
+    silent = NOT_EXPRESSED[target].keys() - {"seq", "batch", "micro_batch"}  # which a user gives beside the file
+    return {f.name: getattr(value, f.name) for f in fields(type(value)) if f.name not in silent}
 
 
 @pytest.mark.parametrize("name", MATRIX)
 @pytest.mark.parametrize("target", FILES)
 def test_an_export_is_read_back_as_its_plan_or_refused_by_name(target: Target, name: str) -> None:
     plan, model = planned(name)
-    if (target, name) in REFUSED:
-        with pytest.raises(UserError, match=f"{target.program} cannot express"):
+    if name in REFUSED[target]:
+        program = Target.MEGATRON_LM.program if target is Target.SLURM else target.program
+        with pytest.raises(UserError, match=f"{program} cannot express"):
             read_back(target, plan, model)
         return
-    run = read_back(target, plan, model)
-    assert_same_model(run.model, model)
-    assert fields_said(target, run.layout) == fields_said(target, plan.layout)
+    run, told = read_back(target, plan, model), as_told(target, plan)
+    if target is Target.TORCHTITAN:
+        assert same_flavor(run.model, model)
+    else:
+        assert_same_model(run.model, model)
+    assert fields_said(target, run.layout) == fields_said(target, told.layout)
     assert fields_said(target, run.workload) == fields_said(target, plan.workload)
     assert run.devices.count == plan.cluster.count
     assert run.stages == tuple(stage.start for stage in plan.stages)
@@ -135,11 +214,32 @@ def test_bridge_runs_the_kernels_that_megatron_lm_runs(name: str) -> None:
     assert {note.text for note in ours.notes} <= {note.text for note in theirs.notes}
 
 
-REFUSED: frozenset[tuple[Target, str]] = frozenset()
-"""Plans of the matrix that a target cannot express; every other one is exported."""
+# For each field that some target does not say, two plans that differ in it alone.
+SILENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "vocab_multiple": ({"vocab_multiple": 1}, {"vocab_multiple": 64}),
+    "overlaps": ({"overlaps": ()}, {"overlaps": ("gradients",)}),
+    "grad_reduce": ({}, {"grad_reduce": "bf16"}),
+    "micro_batch": ({}, {"micro_batch": 2, "batch": 128}),
+    "batch": ({}, {"micro_batch": 2, "batch": 128}),
+    "seq": ({"seq": 1024}, {"seq": 512}),
+}
 
 
-@pytest.mark.parametrize("target", FILES)
-def test_what_a_target_does_not_say_is_a_field(target: Target) -> None:
-    known = {f.name for kind in (Layout, Workload) for f in fields(kind)} | {"model", "stages", "devices"}
-    assert NOT_EXPRESSED[target].keys() <= known
+@pytest.mark.parametrize("target", Target)
+def test_what_a_target_is_said_not_to_say_is_not_in_its_file(target: Target) -> None:
+    """Two plans that differ only in such a field have one file, without its comments."""
+    silent = NOT_EXPRESSED[target].keys() - {"model", "stages", "devices"}
+    assert silent <= SILENT.keys()
+    for name in sorted(silent):
+        one, other = (_uncommented(target, more) for more in SILENT[name])
+        assert one == other, name
+
+
+def _uncommented(target: Target, more: dict[str, Any]) -> list[str]:
+    """Return the lines of an export of a model that the target has, without comments."""
+    model, ref = find("llama3-8b" if target is Target.TORCHTITAN else "gpt2")
+    work = {"batch": 64, **{name: more[name] for name in ("seq", "batch") if name in more}}
+    shard = {"shard": "weights"} if target is Target.TORCHTITAN else {}
+    layout = Layout(dp=2, **shard, **{name: value for name, value in more.items() if name not in work})
+    text = export_plan(plan_with(model, layout, ref=ref, **work), model, target)
+    return [line for line in text.splitlines() if not line.startswith("#")]
