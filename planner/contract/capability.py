@@ -20,7 +20,8 @@ from megaloom.dsl.facts.work import Work
 from megaloom.dsl.work_kinds import WorkKind
 
 from .choices import MICROBATCH_OVERLAPS, OverlapSet
-from .module_kinds import runs_as_module
+from .engine_parts import NO_PARTS, EnginePart, engine_parts
+from .module_kinds import module_kind, runs_as_module
 from .workload import Precision, Runtime
 
 GROUPED_GEMM = "torch._grouped_mm"  # one kernel for the matrix products of several experts
@@ -126,6 +127,7 @@ class Execution:
     cores: tuple[Core, ...]  # in the order of the node's primitives
     grouped_experts: bool  # one kernel multiplies by the weights of all experts of a device
     stacked_experts: bool  # it does so with a copy of the weights, in one tensor
+    engine: frozenset[EnginePart] = NO_PARTS  # parts of the module that Transformer Engine computes
 
     @property
     def recomputes_cores(self) -> bool:
@@ -167,17 +169,24 @@ class Capability:
     scan: ScanKernel
     convolution: ConvolutionKernel
     grouped_gemm: bool  # one kernel can multiply by the weights of several experts
+    engine: bool = False  # Transformer Engine computes the parts that it has of megatron-core's modules
 
     def execution(self, node: Node, split: Split, precision: Precision) -> Execution:
         """Return how the runtime runs a node whose tensors are sharded by this split."""
         module = self.all_modules or runs_as_module(node, split)
-        grouped = module and self._groups_experts(node, split, precision)
+        engine, kind = NO_PARTS, module_kind(node.op)
+        if module and self.engine and kind is not None:
+            engine = engine_parts(kind.engine, node, precision)
+        by_engine = EnginePart.EXPERTS in engine
+        grouped = by_engine or (module and self._groups_experts(node, split, precision))
+        fused = AttentionKernel.TRANSFORMER_ENGINE if EnginePart.ATTENTION in engine else None
         values = (step.value for step in program(node).steps if step.value.op.work_kind.is_core)
         return Execution(
             module=module,
-            cores=tuple(Core(v, self._kernel(v, module)) for v in values),
+            cores=tuple(Core(v, fused or self._kernel(v, module)) for v in values),
             grouped_experts=grouped,
-            stacked_experts=grouped and not self.all_modules,
+            stacked_experts=grouped and not self.all_modules and not by_engine,
+            engine=engine,
         )
 
     def _kernel(self, v: Value, module: bool) -> CoreKernel:
@@ -286,6 +295,7 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
         scan=ScanKernel.COMPILED_CHUNKS if compiles else ScanKernel.CHUNKS,
         convolution=ConvolutionKernel.COMPILED if compiles else ConvolutionKernel.SEPARATE,
         grouped_gemm=GROUPED_GEMM in environment.backends,
+        engine=TRANSFORMER_ENGINE in environment.backends,
     )
 
 

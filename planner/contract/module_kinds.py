@@ -41,6 +41,8 @@ from megaloom.dsl.facts.primitives import fitted, program
 from megaloom.dsl.ops.documents import reads_documents
 from megaloom.dsl.sharding_table import SEQUENCES
 
+from .engine_parts import NO_PARTS, EnginePart
+
 TABLES = (Embed, Positions, Unembed)
 """Layers whose module has one row of its `table` for each token or position."""
 FIRST_WEIGHTS: Mapping[type[Op], tuple[str, ...]] = MappingProxyType(
@@ -94,6 +96,7 @@ class ModuleKind:
     role: Role | None  # in Megatron-LM's models; None: inside of another layer, or nowhere
     runs: Callable[[Any, Split], bool] | None  # True if our runtime runs the module; None: it runs the body
     parameters: Callable[[Any], Iterator[Parameter]] | None  # None: not known
+    engine: frozenset[EnginePart]  # parts of the module that Transformer Engine has
 
 
 def module_kind(op: Op) -> ModuleKind | None:
@@ -271,25 +274,26 @@ def _of_mixture(op: MoE) -> Iterator[Parameter]:
     yield from (evolve(p.inside("", "experts"), of_expert=True) for p in module_parameters(op.expert))
 
 
+_ATTENTION, _EXPERTS = frozenset({EnginePart.ATTENTION}), frozenset({EnginePart.EXPERTS})
 MODULES: Mapping[type[Op], ModuleKind] = MappingProxyType(
     {
         row.op: row
         for row in (
-            ModuleKind(Embed, Role.EMBEDDING, _always, _of_table),
-            ModuleKind(Positions, Role.POSITIONS, _always, _of_table),
-            ModuleKind(Unembed, Role.LOGITS, _always, _of_table),
-            ModuleKind(Dropout, None, _always, _no_parameters),
-            ModuleKind(Pointwise, None, _is_sum, _no_parameters),
-            ModuleKind(RMSNorm, Role.NORM, _is_hidden_norm, _of_norm),
-            ModuleKind(LayerNorm, Role.NORM, _is_hidden_norm, _of_norm),
-            ModuleKind(Attention, Role.ATTENTION, _is_megatron_attention, _of_attention),
-            ModuleKind(MLA, Role.ATTENTION, None, None),
-            ModuleKind(CrossAttention, Role.CROSS_ATTENTION, None, _of_attention),
-            ModuleKind(MLP, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp),
-            ModuleKind(SwiGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp),
-            ModuleKind(GeGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp),
-            ModuleKind(ClampedGLU, None, _is_megatron_mlp, _of_mlp),
-            ModuleKind(MoE, Role.FEED_FORWARD, _is_megatron_mixture, _of_mixture),
+            ModuleKind(Embed, Role.EMBEDDING, _always, _of_table, NO_PARTS),
+            ModuleKind(Positions, Role.POSITIONS, _always, _of_table, NO_PARTS),
+            ModuleKind(Unembed, Role.LOGITS, _always, _of_table, NO_PARTS),
+            ModuleKind(Dropout, None, _always, _no_parameters, NO_PARTS),
+            ModuleKind(Pointwise, None, _is_sum, _no_parameters, NO_PARTS),
+            ModuleKind(RMSNorm, Role.NORM, _is_hidden_norm, _of_norm, NO_PARTS),
+            ModuleKind(LayerNorm, Role.NORM, _is_hidden_norm, _of_norm, NO_PARTS),
+            ModuleKind(Attention, Role.ATTENTION, _is_megatron_attention, _of_attention, _ATTENTION),
+            ModuleKind(MLA, Role.ATTENTION, None, None, NO_PARTS),
+            ModuleKind(CrossAttention, Role.CROSS_ATTENTION, None, _of_attention, NO_PARTS),
+            ModuleKind(MLP, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp, NO_PARTS),
+            ModuleKind(SwiGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp, NO_PARTS),
+            ModuleKind(GeGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp, NO_PARTS),
+            ModuleKind(ClampedGLU, None, _is_megatron_mlp, _of_mlp, NO_PARTS),
+            ModuleKind(MoE, Role.FEED_FORWARD, _is_megatron_mixture, _of_mixture, _EXPERTS),
         )
     }
 )

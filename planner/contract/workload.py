@@ -43,6 +43,14 @@ class Runtime(StrEnum):
     MEGATRON = "megatron"  # Megatron-LM and what is built like it, with Transformer Engine
 
 
+class Backend(StrEnum):
+    """The library whose modules compute the layers of a run, where it has them; else torch and megatron-core do."""
+
+    AUTO = "auto"  # Transformer Engine where it can compute the run
+    TORCH = "torch"
+    TE = "te"  # Transformer Engine
+
+
 @frozen(kw_only=True)
 class Workload:
     """Work of one optimizer step, for every layout."""

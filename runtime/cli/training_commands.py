@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from megaloom.planner.cli.adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
 from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, unwrap_help
 from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
+from megaloom.planner.contract.workload import Backend
 from megaloom.runtime.training.run_options import RunOptions
 
 from .command_groups import DATASET, DatasetOptions
@@ -74,7 +75,7 @@ def make_dataset(
 
 
 @unwrap_help
-def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
+def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234, backend: Backend = Backend.AUTO) -> int:
     """Run a plan and a single process on identical tokens, and compare losses. Exit code 1 if they differ.
 
     Parameters
@@ -85,11 +86,13 @@ def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
         Optimizer steps.
     seed
         Seed of the initial weights and the tokens.
+    backend
+        Backend of the plan's layers, as of `megaloom train`. The single process computes by torch.
     """
     require_training_packages("verify")
     from .commands.train_command import run_verify
 
-    return run_verify(plan, steps, seed)
+    return run_verify(plan, steps, seed, backend)
 
 
 @unwrap_help

@@ -72,7 +72,7 @@ class RankModel:
     @classmethod
     def without_values(cls, plan: Plan, g: Graph, groups: ProcessGroups, *, on_meta: bool = False) -> RankModel:
         """Return chunks whose weights have no values yet, each with parameters of its own for the weights it shares."""
-        context = make_build_context(g, plan.layout, plan.workload, groups)
+        context = make_build_context(g, plan.layout, plan.workload, groups, plan.environment)
         stages = sorted((s for s in plan.stages if s.rank == groups.pp_rank), key=lambda s: s.chunk)
         return cls(plan, g, groups, [ModelChunk(g, stage, context, on_meta=on_meta) for stage in stages])
 

@@ -21,13 +21,15 @@ from megaloom.dsl import (
     Value,
 )
 from megaloom.dsl.sharding_table import SEQUENCES
-from megaloom.planner.contract.capability import Execution
+from megaloom.planner.contract.capability import Environment, Execution, capability
 from megaloom.planner.contract.choices import Module
+from megaloom.planner.contract.engine_parts import NO_PARTS, EnginePart
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.rules.shared_weights import stored_by_rows
 
-from .environment import current_capability
+from .environment import building_environment
+from .fused_gradients import adds_to_buffers
 from .process_groups import ProcessGroups
 from .releases import no_cuda_graphs
 
@@ -46,6 +48,8 @@ class BuildContext:
     seq: int  # tokens of a full sequence
     precision: Precision
     stored_by_rows: frozenset[str] = frozenset()  # shared weights that are stored with `embed` last
+    environment: Environment = field(factory=building_environment)
+    engine: frozenset[EnginePart] = NO_PARTS  # parts of the node's module that Transformer Engine computes
     config: TransformerConfig = field(init=False)
 
     @property
@@ -62,23 +66,38 @@ class BuildContext:
         """Return the context for the module of one node: with the width and the length of its hidden states."""
         width = node.shape["embed"].known if "embed" in node.shape else self.config.hidden_size
         seq = next((d.size for d in node.shape if d.name in SEQUENCES and d.size is not None), self.seq)
-        if (width, seq) == (self.config.hidden_size, self.seq):
+        # Gradients of a table's other uses come from autograd.
+        adds = self.adds_gradients and not any(s.name in self.stored_by_rows for s in node.weights)
+        if (width, seq, adds) == (self.config.hidden_size, self.seq, self.adds_gradients):
             return self
-        return evolve(self, shared_fields=self.shared_fields | {"hidden_size": width}, seq=seq)
+        fields = {"hidden_size": width, "gradient_accumulation_fusion": adds}
+        return evolve(self, shared_fields=self.shared_fields | fields, seq=seq)
 
     def execution(self, node: Node) -> Execution:
         """Return how this process runs a node, as plans for it assume."""
-        return current_capability().execution(node, self.split, self.precision)
+        found = capability(Runtime.MEGALOOM, self.environment)
+        return found.execution(node, self.split, self.precision)
+
+    @property
+    def adds_gradients(self) -> bool:
+        """True if products add the gradients of weights to the buffers that DDP has for them. FSDP has none."""
+        return bool(self.config.gradient_accumulation_fusion)
 
     def layer_config(self, **layer: Any) -> TransformerConfig:
         """Return the configuration of one layer: the shared fields and its own."""
         return TransformerConfig(**{**self.shared_fields, **layer})
 
 
-def make_build_context(graph: Graph, layout: Layout, workload: Workload, groups: ProcessGroups) -> BuildContext:
-    """Return the build context of a model that the runtime can train under a layout."""
+def make_build_context(
+    graph: Graph, layout: Layout, workload: Workload, groups: ProcessGroups, assumed: Environment | None = None
+) -> BuildContext:
+    """Return the build context of a model that the runtime can train under a layout.
+
+    assumed: the environment of its plan, by which Transformer Engine computes layers or does not.
+    """
     fields = config_fields(graph, layout, workload)
-    return BuildContext(groups, fields, workload.seq, workload.precision, stored_by_rows(graph))
+    environment = building_environment(assumed)
+    return BuildContext(groups, fields, workload.seq, workload.precision, stored_by_rows(graph), environment)
 
 
 def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:
@@ -136,6 +155,7 @@ def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": adds_to_buffers() and not layout.fsdp,
         **no_cuda_graphs(),
     }
 

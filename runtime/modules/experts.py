@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.recompute import DiscardedOutput
 
+from . import engine
+
 
 class Experts(SequentialMLP):
     """megatron-core's experts. With `recompute`, activations are recomputed in the backward pass."""
@@ -31,6 +33,7 @@ class Experts(SequentialMLP):
             expert.linear_fc2.explicit_expert_comm = True
         self.activation = self._grouped_activation()
         self.recompute = self.grouped = False  # grouped: one kernel multiplies by the weights of all experts
+        self.products = (torch_products, torch_products)  # of first and second weights, if grouped
 
     def _grouped_activation(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the function between the grouped products. megatron-core has a fused kernel of SwiGLU only."""
@@ -41,6 +44,12 @@ class Experts(SequentialMLP):
         gate = torch.compile(gated_units)  # for dynamic shapes as soon as the number of tokens changes
         settings = c.activation_func, c.glu_linear_offset, c.activation_func_clamp_value
         return lambda up, scales: gate(up, scales, *settings)
+
+    def use_engine(self, *, adds_gradients: bool) -> None:
+        """Let Transformer Engine multiply by the weights of all experts. adds_gradients: to the buffers of DDP."""
+        layers = [[e.linear_fc1 for e in self.local_experts], [e.linear_fc2 for e in self.local_experts]]
+        first, second = (engine.GroupedLayers(each, adds_gradients=adds_gradients) for each in layers)
+        self.products = (first, second)
 
     def recompute_activations(self) -> None:
         """Recompute the activations of all experts in the backward pass."""
@@ -53,18 +62,23 @@ class Experts(SequentialMLP):
         if not self.grouped:
             return super().forward(x, counts, scales)
         ends = counts.to(x.device).cumsum(0, dtype=torch.int32)
-        up = grouped_product(x, ends, [e.linear_fc1.weight for e in self.local_experts])
+        up = self.products[0](x, ends, counts, [e.linear_fc1.weight for e in self.local_experts])
         up = add_biases(up, ends, [e.linear_fc1.bias for e in self.local_experts])
         if not self.recompute or not torch.is_grad_enabled():
             discarded, h = None, self.activation(up, scales)
         else:
             discarded = DiscardedOutput()
             (h,) = discarded.run(lambda up, scales: (self.activation(up, scales),), up, scales)
-        y = grouped_product(h, ends, [e.linear_fc2.weight for e in self.local_experts])
+        y = self.products[1](h, ends, counts, [e.linear_fc2.weight for e in self.local_experts])
         y = add_biases(y, ends, [e.linear_fc2.bias for e in self.local_experts], scales)
         if discarded:
             discarded.free_after(y)
         return y, None
+
+
+def torch_products(x: Tensor, ends: Tensor, counts: Tensor, weights: list[Tensor]) -> Tensor:
+    """Return `grouped_product` of tokens [n, k], sorted by expert up to `ends`, `counts` per expert."""
+    return grouped_product(x, ends, weights)
 
 
 def grouped_product(x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:

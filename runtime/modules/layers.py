@@ -26,17 +26,19 @@ from megaloom.dsl import (
     Value,
 )
 from megaloom.dsl.sharding_table import padded_vocabulary
+from megaloom.planner.contract.engine_parts import EnginePart
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext
+from megaloom.runtime.megatron.fused_gradients import use_torch_products
 from megaloom.runtime.megatron.kernels import CoreAttention, zigzag
 from megaloom.runtime.megatron.padded_shards import mark_padded
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.ops.dropout_masks import MaskSource
 
-from . import fused
+from . import engine, fused
 
-if rope_utils.fused_apply_rotary_pos_emb is None:  # it needs Transformer Engine
-    rope_utils.fused_apply_rotary_pos_emb = fused.apply_rope
+use_torch_products()
+rope_utils.fused_apply_rotary_pos_emb = fused.apply_rope  # instead of Transformer Engine's, which may be missing
 
 LINEARS = mlp.MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
@@ -152,8 +154,9 @@ class SelfAttention(attention.SelfAttention):
         self, op: Attention, context: BuildContext, config: TransformerConfig, norms: tuple[nn.Module, ...]
     ) -> None:
         # megatron-core 0.18 and later make Transformer Engine's norms of queries and keys unless there are others.
+        core = engine.engine_attention() if EnginePart.ATTENTION in context.engine else CoreAttention
         parts = attention.SelfAttentionSubmodules(
-            ColumnParallelLinear, CoreAttention, RowParallelLinear, q_layernorm=IdentityOp, k_layernorm=IdentityOp
+            ColumnParallelLinear, core, RowParallelLinear, q_layernorm=IdentityOp, k_layernorm=IdentityOp
         )
         mask = AttnMaskType.causal if op.causal else AttnMaskType.no_mask
         super().__init__(config, parts, 1, mask, pg_collection=context.groups.collection)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from megaloom.dsl import MoE
 from megaloom.planner.contract.choices import Module
+from megaloom.planner.contract.engine_parts import EnginePart
 from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.body.corrections import Correction
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.ops.routing import top_k_experts
 
 from .experts import Experts
@@ -32,8 +33,9 @@ class Mixture(moe_layer.MoELayer):
     """megatron-core's mixture of experts, with shared experts if the layer has any."""
 
     def __init__(
-        self, op: MoE, config: TransformerConfig, shared: TransformerConfig | None, groups: ProcessGroups
+        self, op: MoE, config: TransformerConfig, shared: TransformerConfig | None, context: BuildContext
     ) -> None:
+        groups = context.groups
         parts = moe_layer.MoESubmodules(
             experts=ModuleSpec(Experts, submodules=LINEARS),
             shared_experts=ModuleSpec(SharedExperts, params={"own_config": shared}, submodules=LINEARS),
@@ -48,6 +50,8 @@ class Mixture(moe_layer.MoELayer):
         if Module.MOE_ACT in groups.layout.recomputed_modules:
             self.experts.recompute_activations()
         self.to(device.current())  # the router creates its weight on the CPU
+        if EnginePart.EXPERTS in context.engine:
+            self.experts.use_engine(adds_gradients=context.adds_gradients)
 
     def forward(self, x: Tensor, *, balancing: Balancing | None = None) -> Tensor:
         self.router.balancing = balancing

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from attrs import evolve
 from torch import nn
 
 from megaloom.dsl import (
@@ -46,7 +47,8 @@ from .moe import Mixture
 
 def build_module(node: Node, context: BuildContext) -> nn.Module:
     """Return the torch module of a node. Raise UserError if the node cannot be trained."""
-    context, execution = context.of_node(node), context.execution(node)
+    execution = context.execution(node)
+    context = evolve(context.of_node(node), engine=execution.engine)
     if not execution.module:
         return Body(node, context, execution)
     op: Any = node.op
@@ -119,7 +121,7 @@ def _mixture(op: MoE, context: BuildContext) -> nn.Module:
     shared_config = None
     if shared:
         shared_config = context.layer_config(**shared, moe_shared_expert_intermediate_size=shared["ffn_hidden_size"])
-    return Mixture(op, config, shared_config, context.groups)
+    return Mixture(op, config, shared_config, context)
 
 
 def feed_forward_fields(op: Layer) -> dict[str, Any]:

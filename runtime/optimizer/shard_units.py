@@ -24,6 +24,7 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.weight_shards import RowShard
 from megaloom.runtime.modules.model_chunk import ModelChunk
 
+from .shard_reduction import use_freed_memory
 from .unused_weights import reduce_unused
 
 LOOKUPS = (Embed, Positions)
@@ -98,6 +99,7 @@ def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) 
     for unit in root.sharded_units():
         unit.set_gradient_divide_factor(1.0)  # the loss is a sum over tokens, so gradients are summed
         unit.set_force_sum_reduction_for_comms(True)
+        use_freed_memory(unit)
         unit.set_unshard_in_backward(not (isinstance(unit, SegmentUnit) and unit.only_looks_up))
     # Shards of parameters on the meta device get memory now.
     root._apply(lambda x: torch.empty_like(x, device=device.current()) if x.is_meta else x)

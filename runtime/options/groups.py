@@ -12,6 +12,7 @@ from typing import Annotated
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.workload import Backend
 
 from .option import at_least, option, positive
 from .units import IN_BATCHES, IN_CHECKPOINTS, IN_EPOCHS, IN_MINUTES, IN_SEQUENCES, IN_STEPS
@@ -67,6 +68,17 @@ class StartOptions:
     def distributed_timeout(self) -> timedelta:
         """Return the time that ranks wait for one another."""
         return timedelta(minutes=self.distributed_timeout_minutes)
+
+
+@frozen(kw_only=True)
+class KernelOptions:
+    """The library whose modules compute the layers of a run."""
+
+    backend: Backend = option(Backend.AUTO, convert=Backend)
+    (
+        "te: Transformer Engine computes attention and experts in bf16 on GPUs, torch the rest. auto: te where it is "
+        "installed, else torch. Checkpoints do not depend on it."
+    )
 
 
 @frozen(kw_only=True)

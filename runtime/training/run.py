@@ -14,6 +14,7 @@ from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.options.groups import STDLIB
 
 from .check import check_run
+from .chosen_backend import with_backend
 from .launch import launch_run, owned_folder, prepared_once
 from .prepare import prepare_run
 from .run_options import RunOptions
@@ -27,6 +28,7 @@ def train_run(plan: Plan, options: RunOptions) -> Summary:
     SIGTERM or SIGUSR1 lets the ranks finish their step and save; then it is raised as KeyboardInterrupt or SystemExit.
     After SIGUSR2 they save and go on.
     """
+    plan = with_backend(plan, options.kernels.backend)
 
     def prepared() -> TrainingRun:
         return prepare_run(plan, options, check_run(plan, options))

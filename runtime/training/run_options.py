@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.metrics.monitoring import Monitoring
 from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.options.groups import DataOptions, EvaluationOptions, SavingOptions, StartOptions
+from megaloom.runtime.options.groups import DataOptions, EvaluationOptions, KernelOptions, SavingOptions, StartOptions
 from megaloom.runtime.options.option import Option
 from megaloom.runtime.options.units import units_of
 from megaloom.runtime.samples.end_of_document import EndOfDocument
@@ -30,6 +30,7 @@ class RunOptions:
 
     data: Annotated[DataOptions, Parameter(name="*")] = field(factory=DataOptions)
     start: Annotated[StartOptions, Parameter(name="*")] = field(factory=StartOptions)
+    kernels: Annotated[KernelOptions, Parameter(name="*")] = field(factory=KernelOptions)
     saving: Annotated[SavingOptions, Parameter(name="*")] = field(factory=SavingOptions)
     evaluation: Annotated[EvaluationOptions, Parameter(name="*", group="Evaluation")] = field(factory=EvaluationOptions)
     ends: Annotated[EndOfDocument, Parameter(name="*", group="End of document")] = field(factory=EndOfDocument)

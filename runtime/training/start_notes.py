@@ -1,4 +1,4 @@
-"""Lines at the start of a run: training samples, epochs, batch per device, padded vocabulary, and steps of its own."""
+"""Lines at the start of a run: training samples, epochs, batch per device, padded vocabulary, backend, own steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megaloom.dsl.sharding_table import padded_vocabulary
 from megaloom.runtime.data.synthetic import is_synthetic
 from megaloom.runtime.samples.samples import SampleMaker
 
+from .chosen_backend import backend_note
 from .steps_reference import steps_note
 from .training_run import TrainingRun
 
@@ -30,5 +31,7 @@ def start_notes(run: TrainingRun, graph: Graph, maker: SampleMaker) -> Iterator[
     for vocab in dict.fromkeys(n.op.table["vocab"].known for n in graph.nodes if isinstance(n.op, Unembed)):
         if (padded := padded_vocabulary(vocab, layout.split)) != vocab:
             yield f"vocabulary: {vocab:,} tokens, padded to {padded:,} (tp {layout.tp} x {layout.vocab_multiple})"
+    if note := backend_note(run.plan, graph):
+        yield note
     if note := steps_note(run.steps, None):
         yield note

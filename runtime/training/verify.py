@@ -24,7 +24,7 @@ from megaloom.dsl.graph import Graph, Model, graph
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, Stage
-from megaloom.planner.contract.workload import Precision
+from megaloom.planner.contract.workload import Backend, Precision
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
@@ -32,6 +32,7 @@ from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.reference.declared_reads import check_graph
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
+from .chosen_backend import with_backend
 from .host_memory import check_host_memory
 from .layout_dropout import layout_dropout, without_dropout
 
@@ -134,15 +135,18 @@ def compare(
     seed: int = 1234,
     within: float | None = None,
     timeout: float | None = None,
+    backend: Backend = Backend.AUTO,
 ) -> Comparison:
     """Compare a few steps under a plan and under a reference plan, by default one process with the same micro-batches.
+
+    backend: of the layers under the plan. Those of the one process are computed by torch.
 
     First the gradient of each weight in the first step, then losses and gradient norms of all steps.
 
     Dropout of fused attention, whose masks depend on the layout, is set to 0, unless a reference is given. Raise
     UserError for dropout of experts. Other dropout stays.
     """
-    model = planned_model(plan)
+    plan, model = with_backend(plan, backend), planned_model(plan)
     check_plan(plan, model)
     check_trainable(plan, model)
     check_graph(graph(model))
@@ -153,7 +157,7 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="megaloom-verify-") as folder:
         file = Path(folder) / "gradients.pt"
         planned = launcher.run(short_run, (plan, steps, seed, file, dropping), plan.layout, timeout=timeout)[0]
-        other = reference or single_process(plan, model)
+        other = reference or with_backend(single_process(plan, model), Backend.TORCH)
         arguments = (other, steps, seed, file, dropping)
         expected, gradients = launcher.run(reference_run, arguments, other.layout, timeout=timeout)[0]
     within = tolerance(plan.workload.precision) if within is None else within

@@ -46,6 +46,7 @@ REASONS = {
     "runtime/megatron/cpu_shim.py": "megatron-core is imported after its CUDA calls are replaced",
     "runtime/megatron/device.py": "megatron-core is imported after its CUDA calls are replaced",
     "runtime/metrics/trackers.py": "the packages of trackers are extras",
+    "runtime/modules/engine.py": "Transformer Engine is no requirement, and takes seconds",
     "runtime/training/evaluation.py": "the starting process does not load torch; its ranks do",
     "runtime/training/failures.py": "the starting process does not load torch; its ranks do",
     "runtime/training/initial_weights.py": "the starting process does not load megatron-core for a Hugging Face folder",

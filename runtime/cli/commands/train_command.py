@@ -26,7 +26,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, PlanError
-from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.contract.workload import Backend, Precision, Workload
 from megaloom.planner.report.chrome_trace import replay, write_file
 from megaloom.planner.report.measured.measured_step import read_trace, with_prediction
 from megaloom.planner.rules.plan_check import check_plan
@@ -217,10 +217,10 @@ def _planned_layout(model: str) -> Layout | None:
         return None  # raised on all ranks once they have met
 
 
-def run_verify(path: Path, steps: int, seed: int) -> int:
+def run_verify(path: Path, steps: int, seed: int, backend: Backend) -> int:
     """Compare a plan with a single process, and return exit code 1 if they differ."""
     plan = load(path)
-    comparison = compare(plan, steps=steps, seed=seed)
+    comparison = compare(plan, steps=steps, seed=seed, backend=backend)
     print_on_first_rank(comparison_report(comparison, plan))
     return 0 if comparison.agrees else 1
 

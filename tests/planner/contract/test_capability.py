@@ -29,6 +29,7 @@ from megaloom.dsl.sharding_table import WHOLE
 from megaloom.planner.contract.capability import (
     FLEX_ATTENTION,
     GROUPED_GEMM,
+    TRANSFORMER_ENGINE,
     AttentionKernel,
     Capability,
     ConvolutionKernel,
@@ -89,6 +90,38 @@ def test_kernel_of_attention(layer: Layer, module: bool, on_gpu: str, on_cpu: st
         assert [core.kernel for core in how.cores] == [AttentionKernel[kernel]]
     (core,) = execution(MEGATRON, layer).cores
     assert core.kernel is AttentionKernel.TRANSFORMER_ENGINE
+
+
+@pytest.mark.parametrize(
+    ("layer", "parts"),
+    [
+        (Attention(heads=4, rope=1e4), {"ATTENTION"}),
+        (Attention(heads=4, causal=False, qk_norm=NORM), {"ATTENTION"}),
+        (Attention(heads=4, dropout=0.1), set()),  # its masks are torch's
+        (Attention(heads=4, head_dim=12), set()),  # channels that cuDNN does not take
+        (Attention(heads=4, head_dim=256), set()),
+        (Attention(heads=4, window=16), set()),  # its body computes this layer
+        (LATENT, set()),
+        (MoE(SwiGLU(2**19), experts=8, top_k=2), {"EXPERTS"}),
+        (MoE(MLP(96, bias=True), experts=8, top_k=2), {"EXPERTS"}),
+        (SwiGLU(96), set()),
+        (RMSNorm(), set()),
+        (Mamba2(heads=8, head_dim=16, state=8), set()),
+    ],
+)
+def test_parts_that_the_engine_computes(layer: Layer, parts: set[str]) -> None:
+    here = Environment(device="H100", torch="2.11", backends=(FLEX_ATTENTION, GROUPED_GEMM, TRANSFORMER_ENGINE))
+    engine = capability(Runtime.MEGALOOM, here)
+    found, without = execution(engine, layer), execution(OWN, layer)
+    assert {part.name for part in found.engine} == parts and not without.engine
+    assert found.module is without.module
+    if "ATTENTION" in parts:
+        assert [core.kernel for core in found.cores] == [AttentionKernel.TRANSFORMER_ENGINE]
+    else:
+        assert [core.kernel for core in found.cores] == [core.kernel for core in without.cores]
+    if "EXPERTS" in parts:  # whose weights are not copied into one tensor
+        assert found.grouped_experts and not found.stacked_experts
+    assert not execution(engine, layer, precision=Precision.FP32).engine
 
 
 def test_kernel_of_scans() -> None:

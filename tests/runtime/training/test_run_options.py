@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.workload import Backend
 from megaloom.runtime.cli import main as megaloom
 from megaloom.runtime.cli.commands import train_command
 from megaloom.runtime.optimizer.recipe import FinalDecay, Recipe, Schedule
@@ -30,6 +31,7 @@ VALUES = {
     "min_lr": 0.25,
     "router_bias_update_rate": 0.5,
     "schedule": Schedule.WSD,
+    "backend": Backend.TORCH,
     "final_decay": FinalDecay.COSINE,
     "evaluate_all": False,  # excludes evaluate_batches; OTHERS[1] has it
 }

@@ -1,0 +1,75 @@
+"""The backend of a run: whether Transformer Engine computes the layers that it has modules of, or torch does.
+
+The choice becomes part of the plan's environment, by which ranks build their modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from attrs import evolve
+
+from megaloom.dsl import Graph
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.capability import TRANSFORMER_ENGINE, capability
+from megaloom.planner.contract.engine_parts import EnginePart, precision_for_engine
+from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Backend, Precision, Runtime
+from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.environment import current_environment, engine_is_installed
+
+
+def with_backend(plan: Plan, backend: Backend) -> Plan:
+    """Return the plan with the environment in which a run with this option builds its layers.
+
+    AUTO takes Transformer Engine where it can compute. Raise UserError if TE is asked for where it cannot.
+    """
+    refusal = engine_refusal(plan.workload.precision)
+    if refusal and backend is Backend.TE:
+        raise UserError(f"--backend te: {refusal}\nuse --backend auto or torch")
+    used = not refusal and backend is not Backend.TORCH
+    others = tuple(name for name in plan.environment.backends if name != TRANSFORMER_ENGINE)
+    return evolve(
+        plan, environment=evolve(plan.environment, backends=(*others, TRANSFORMER_ENGINE) if used else others)
+    )
+
+
+def engine_refusal(precision: Precision) -> str:
+    """Return why Transformer Engine cannot compute a run of this precision on this machine; empty if it can."""
+    if reason := precision_for_engine(precision):
+        return reason
+    if not device.gpu_count():
+        return "Transformer Engine needs a CUDA device, and this machine has none"
+    if not engine_is_installed():
+        return "Transformer Engine is not installed"
+    if TRANSFORMER_ENGINE not in current_environment().backends:
+        return f"Transformer Engine's fused attention needs a newer device than {current_environment().device}"
+    return ""
+
+
+def backend_note(plan: Plan, graph: Graph) -> str:
+    """Return a line on which parts of a model Transformer Engine computes; empty on a CPU.
+
+    plan: that of a run, with its backend.
+    """
+    if not device.gpu_count():
+        return ""
+    if TRANSFORMER_ENGINE not in plan.environment.backends:
+        return "backend: torch"
+    found = set(_parts(plan, graph))
+    names = ", ".join(part.value for part in EnginePart if part in found) or "no part of this model"
+    return f"backend: {TRANSFORMER_ENGINE}{_version()} for {names}; torch for the rest"
+
+
+def _parts(plan: Plan, graph: Graph) -> Iterator[EnginePart]:
+    found = capability(Runtime.MEGALOOM, plan.environment)
+    for node in graph.nodes:
+        yield from found.execution(node, plan.layout.split, plan.workload.precision).engine
+
+
+def _version() -> str:
+    try:
+        return f" {version('transformer_engine')}"
+    except PackageNotFoundError:  # built from source, without metadata
+        return ""
