@@ -24,10 +24,10 @@ from benchmarks.accuracy.training_run import TrainingRun
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.choices import GradReduce
+from megaloom.planner.search.branch_and_bound import PROVEN_MESHES, SIMULATED, search
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import TIE_RATIO, DeviceMesh, device_mesh
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.search.search import PROVEN_MESHES, SIMULATED, search
 from megaloom.planner.search.simple_first import NEAR_RATIO, best_of_each_mesh, preferred
 from megaloom.planner.simulate.price import Priced
 

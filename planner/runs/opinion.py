@@ -21,11 +21,11 @@ from megaloom.planner.partition.whole_blocks import RestrictedGraph, with_cut_po
 from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.rules import violations
+from megaloom.planner.search.branch_and_bound import search
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import TIE_RATIO
 from megaloom.planner.search.infeasible import NoLegalLayoutError, gpus_option, nothing_fits, nothing_legal
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.search.search import search
 from megaloom.planner.search.simple_first import preferred
 from megaloom.planner.simulate.price import Priced
 

@@ -20,11 +20,11 @@ from megaloom.planner.hardware.cluster_names import cluster, is_range
 from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.simulate.price import Priced
 
+from .branch_and_bound import search
 from .candidates import Candidates
 from .device_meshes import TIE_RATIO
 from .infeasible import check_ranges
 from .pricing import Pricer
-from .search import search
 from .simple_first import NEAR_RATIO, preferred
 from .variant_choices import FixedAxes
 

@@ -19,9 +19,9 @@ from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.memory_limit import HEADROOM
 from megaloom.planner.rules.capabilities import runtime_violations
+from megaloom.planner.search.branch_and_bound import search
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.search.search import search
 from tests.support.profiles import changed
 
 WORK = Workload(seq=256, batch=16)

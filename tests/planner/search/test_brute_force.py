@@ -44,6 +44,7 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.memory_limit import HEADROOM
 from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.rules import violations
+from megaloom.planner.search.branch_and_bound import search
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import (
     TIE_RATIO,
@@ -51,7 +52,6 @@ from megaloom.planner.search.device_meshes import (
     device_mesh,
 )
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.search.search import search
 from megaloom.planner.search.simple_first import NEAR_RATIO, preferred, simplicity_order
 from megaloom.planner.simulate.price import Priced
 

@@ -20,7 +20,7 @@ from megaloom.examples.llama3 import (
     llama3_70b,
     llama3_405b,
 )
-from megaloom.examples.mixtral import mixtral
+from megaloom.examples.mixtral import mixtral, mixtral_8x7b
 from megaloom.examples.stdlib_gpt import stdlib_gpt
 from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.contract.choices import Recompute
@@ -29,17 +29,11 @@ from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
+from megaloom.planner.search.branch_and_bound import PROVEN_MESHES, SIMULATED, search
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import TIE_RATIO, device_mesh
 from megaloom.planner.search.pricing import Pricer, price
-from megaloom.planner.search.search import (
-    PROVEN_MESHES,
-    SIMULATED,
-    Found,
-    Progress,
-    plan,
-    search,
-)
+from megaloom.planner.search.search import Found, Progress, plan
 from megaloom.planner.search.simple_first import NEAR_RATIO, simplicity_order
 
 DENSE = llama("tiny-llama", layers=4, heads=6, kv_heads=3, embed=96, ff=192, vocab=512)
@@ -279,6 +273,15 @@ def test_a_plan_with_sharded_weights_says_what_they_gain() -> None:
     one = DENSE, small("4xH100", 4), Workload(seq=128, batch=4)
     assert planned(*one).best.reasons[1].startswith("Without sharded gradients and weights the best layout (")
     assert not planned(*one, shard="weights").best.reasons[1].startswith("Without")
+
+
+def test_what_sharded_weights_gain_is_counted_from_the_best_without() -> None:
+    fixed: dict[str, Any] = {"tp": 4, "pp": 1, "ep": 8}
+    work, options = Workload(seq=2048, batch=128), {"ref": "tests:model", "runtime": Runtime.MEGATRON}
+    reason = plan(mixtral_8x7b(), cluster("16xH100"), work, **options, fixed=fixed).best.reasons[1]
+    fixed["shard"] = "optimizer"
+    without = plan(mixtral_8x7b(), cluster("16xH100"), work, **options, fixed=fixed).fastest.layout
+    assert reason.startswith(f"Without sharded gradients and weights the best layout ({without}) is ")
 
 
 def test_a_plan_that_needs_sharded_weights_says_what_others_lack() -> None:
