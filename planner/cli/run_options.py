@@ -29,8 +29,8 @@ class RunOptions:
     """Release of Megatron-LM whose defaults hold, such as 0.12.0. [default: 0.16.1, or the first with all flags]"""
     ignore_flag: Annotated[tuple[str, ...], Parameter(name="--ignore-flag", negative="", show_default=False)] = ()
     """Flag of the file that is read as if it were not there; repeat it for more."""
-    command: int | None = None
-    """Number of the training command that is read, where the file starts several."""
+    command: str | None = None
+    """Number of the training command that is read, or name of a Python function, where the file has several."""
     measured: str | None = None
     """Measured time of a step, such as 12.3s or 850ms."""
     patch: str | None = None

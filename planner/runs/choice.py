@@ -35,7 +35,7 @@ class ChosenLaunch:
     assumed: tuple[Note, ...] = ()
 
 
-def chosen_launch(launches: Sequence[Launch], number: int | None, path: str) -> ChosenLaunch:
+def chosen_launch(launches: Sequence[Launch], command: str | None, path: str) -> ChosenLaunch:
     """Return the training command with this number, counted from 1; without a number the only one.
 
     Commands with the same words count once, and those that train no GPT are left out where another one does. Raise
@@ -43,9 +43,11 @@ def chosen_launch(launches: Sequence[Launch], number: int | None, path: str) -> 
     """
     different = list({_signature(launch): launch for launch in reversed(launches)}.values())[::-1]
     candidates = [launch for launch in different if trains_gpt(launch.program)] or different
-    if number is not None:
-        if not 1 <= number <= len(candidates):
-            raise UserError(f"--command must be from 1 to {len(candidates)}, got {number}\n{_listed(candidates)}")
+    number = int(command) if command is not None and command.isdecimal() else None
+    if command is not None:
+        if number is None or not 1 <= number <= len(candidates):
+            what = f"--command must be from 1 to {len(candidates)}, got {command!r:.40}"
+            raise UserError(f"{what}\n{_listed(candidates)}")
     elif len(candidates) > 1:
         raise UserError(
             f"{printable(path)} starts {len(candidates)} training commands\ngive the one to read: --command 1\n"

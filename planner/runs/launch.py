@@ -78,6 +78,12 @@ def training_commands(script: Script) -> Iterator[Launch]:
                     break
 
 
+def started_by(command: Command) -> Launch:
+    """Return a command as a launch: the words before the first program or module, and those after it."""
+    at = next((n for n, word in enumerate(command.words) if word.text.endswith(".py") or word.text == "-m"), 0)
+    return Launch(command.words[:at], command.words[at], command.words[at + 1 :], command)
+
+
 def check_program(program: Word) -> None:
     """Raise UserError for a program that takes Megatron-LM's flags and trains no GPT."""
     if other := _other(program):

@@ -13,11 +13,13 @@ from megaloom.dsl.quoting import shortened
 from .argument_file import argument_words, is_argument_file
 from .choice import chosen_launch, no_launch
 from .deepspeed_file import deepspeed_words
-from .launch import USUAL_PROGRAM, Launch, check_program, launched_devices, training_commands
+from .launch import USUAL_PROGRAM, Launch, check_program, launched_devices, started_by, training_commands
 from .megatron.log import is_log, read_log
 from .megatron.parser import parse_words, table
 from .megatron.read import ArgumentSource, Hints, read_run
 from .own_plan import is_own_plan, plan_run
+from .recipes.command import recipe_command
+from .recipes.read import recipe_run
 from .run import Devices, Note, TrainingRun
 from .settings import SettingsRun, primus_command, settings_command, settings_text
 from .settings.bridge import bridge_run
@@ -35,7 +37,6 @@ SECRETS = ("_KEY", "_TOKEN")
 NO_DEVICES = "the number of GPUs is not stated in {}\ngive it with their kind: --gpus 64xH100"
 SETTINGS = frozenset({".yaml", ".yml", ".toml"})
 NOT_READ = {
-    ".py": "a Python file",
     ".json": "a JSON file",
     ".ipynb": "a notebook",
 }
@@ -51,7 +52,7 @@ class RunInputs:
     devices: int | None = None
     hints: Hints = field(factory=Hints)
     flags: tuple[Word, ...] = ()  # that stand after those of the file
-    command: int | None = None  # number of the training command, counted from 1
+    command: str | None = None  # number of the training command, counted from 1, or name of a Python function
 
 
 def read_file(path: str, given: RunInputs) -> TrainingRun:
@@ -67,8 +68,8 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
         overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
         settings = settings_text(text, path, given.environment, overrides, lambda flag: flag in table(), given.flags)
         return _of_settings(settings, path, given)
-    if Path(path).suffix.lower() == ".py" and is_bridge_script(text):
-        return _of_settings(bridge_run(bridge_script_tree(text, path), given.environment), path, given)
+    if Path(path).suffix.lower() == ".py":
+        return _of_python(text, path, given)
     if is_own_plan(text):
         return plan_run(text, path)
     if kind := NOT_READ.get(Path(path).suffix.lower()):
@@ -79,6 +80,14 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
     if is_argument_file(text):
         return _of_arguments(text, path, given)
     return _of_script(script_of_text(text, path, given.environment, given.positional), path, given)
+
+
+def _of_python(text: str, path: str, given: RunInputs) -> TrainingRun:
+    """Return the run of a Python file, which is parsed, never imported."""
+    if is_bridge_script(text):
+        return _of_settings(bridge_run(bridge_script_tree(text, path), given.environment), path, given)
+    overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
+    return _of_settings(recipe_run(text, path, given.environment, overrides, given.command), path, given)
 
 
 def file_text(path: str) -> str:
@@ -113,7 +122,7 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
             raise UserError(f"{name.origin}: {settings.framework} trains {name.text}, of which the sizes are not known")
         settings = evolve(settings, words=(*model.words(name), *settings.words))
         assumed += f"; the sizes of {name.text} as it was published"
-    run = _of_script(settings.script(path), path, given)
+    run = _of_script(settings.script(path), path, evolve(given, command=None))
     return evolve(run, assumed=(Note(assumed), *run.assumed))
 
 
@@ -124,6 +133,10 @@ def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
         for command in script.commands:
             if settings := settings_command(command, given.environment, path, lambda flag: flag in table()):
                 return _of_settings(settings, path, given)
+            if recipe := recipe_command(command, path, given.environment):
+                machines = launched_devices(started_by(command), script.sbatch)
+                count = given.devices or (machines.count if machines else None)
+                return _of_settings(recipe, path, evolve(given, devices=count))
         raise no_launch(script, path)
     chosen = chosen_launch(launches, given.command, path)
     launch = chosen.launch

@@ -42,13 +42,20 @@ def _head(opinion: Opinion) -> str:
 
 
 def _read(run: TrainingRun) -> Iterator[str]:
-    yield f"What was read (in brackets the line of {printable(Path(run.path).name)})"
+    path = _main_path(run)
+    yield f"What was read (in brackets the line of {printable(Path(path).name)})"
     groups = groupby(run.stated, key=lambda fact: fact.group)
     for group, facts in groups:
-        texts = [_fact(fact, run.path) for fact in facts]
+        texts = [_fact(fact, path) for fact in facts]
         if group == "model":
             texts.insert(0, f"{format_count(params(run.model))} parameters")
         yield _row(group, ", ".join(texts))
+
+
+def _main_path(run: TrainingRun) -> str:
+    """Return the file that states most facts."""
+    paths = [fact.origin.path for fact in run.stated if fact.origin is not None]
+    return max((run.path, *paths), key=paths.count)
 
 
 def _fact(fact: Stated, path: str) -> str:
@@ -58,7 +65,9 @@ def _fact(fact: Stated, path: str) -> str:
 def _where(origin: Origin | None, path: str) -> str:
     if origin is None:
         return ""
-    return f" [{origin.line_number if origin.path == path else origin}]"
+    if origin.path == path:
+        return f" [{origin.line_number}]"
+    return f" [{'/'.join(Path(origin.path).parts[-2:])}:{origin.line_number}]"  # of another file
 
 
 def _row(name: str, text: str) -> str:
@@ -75,7 +84,7 @@ def _row(name: str, text: str) -> str:
 def _assumed(run: TrainingRun) -> Iterator[str]:
     for name, notes in (("assumed", run.assumed), ("left out", run.notes)):
         for note in notes:
-            yield _row(name, printable(note.text + _where(note.origin, run.path)))
+            yield _row(name, printable(note.text + _where(note.origin, _main_path(run))))
             name = ""
 
 

@@ -15,12 +15,12 @@ TRAIN = f"torchrun --nproc_per_node 8 pretrain_gpt.py {MODEL} {BATCH}"
 SWEEP = f"for TP in 1 2 4; do {TRAIN} --tensor-model-parallel-size $TP; done"
 
 
-def run(text: str, command: int | None = None, environment: dict[str, str] | None = None) -> TrainingRun:
+def run(text: str, command: str | None = None, environment: dict[str, str] | None = None) -> TrainingRun:
     """Return the run of a text."""
     return read_text(text, "run.sh", RunInputs(command=command, environment=environment or {}))
 
 
-def refusal(text: str, command: int | None = None) -> str:
+def refusal(text: str, command: str | None = None) -> str:
     """Return the message with which a text is refused."""
     with pytest.raises(UserError) as caught:
         run(text, command)
@@ -31,12 +31,12 @@ def test_several_training_commands_are_listed_by_what_tells_them_apart() -> None
     listed = [f"  {n}: line 1, pretrain_gpt.py --tensor-model-parallel-size {2 ** (n - 1)}" for n in (1, 2, 3)]
     several = ["run.sh starts 3 training commands", "give the one to read: --command 1"]
     assert refusal(SWEEP).splitlines() == [*several, *listed]
-    assert refusal(SWEEP, 4).splitlines() == ["--command must be from 1 to 3, got 4", *listed]
+    assert refusal(SWEEP, "4").splitlines() == ["--command must be from 1 to 3, got '4'", *listed]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_the_command_of_a_number_is_read(number: int) -> None:
-    read = run(SWEEP, number)
+    read = run(SWEEP, str(number))
     assert read.layout.tp == 2 ** (number - 1)
     assert f"training command {number} of 3 (`--command`)" in [note.text for note in read.assumed]
 

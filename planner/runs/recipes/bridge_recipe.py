@@ -1,0 +1,79 @@
+"""A recipe of Megatron-Bridge as its settings: sections of the configuration, and the name of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import evolve
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.runs.settings.bridge import bridge_run
+from megaloom.planner.runs.settings.flag_words import SettingsRun
+from megaloom.planner.runs.settings.tree import Setting, Tree, overlaid
+from megaloom.planner.runs.words import Word
+
+from .values import Instance, Known, Value, as_tree, truth
+
+SECTIONS = ("model", "train", "ddp", "optimizer", "dataset", "comm_overlap", "mixed_precision")
+CONTAINER = "ConfigContainer"
+HUB = "from_hf_pretrained"
+SILENT = frozenset({"persist_layer_norm", "use_te_rng_tracker", "use_transformer_engine_full_layer_spec"})
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+"""Layers of a pipeline's stages in Megatron-LM's `--pipeline-model-parallel-layout`."""
+
+
+def bridge_recipe_run(config: Value, path: str, overrides: Tree, environment: Mapping[str, str]) -> SettingsRun:
+    """Return the run of a configuration with settings that count more. Raise UserError for one that adapts weights."""
+    if not isinstance(config, Instance) or not isinstance(config.fields.get("model"), Instance):
+        raise UserError(f"{path} builds no configuration of Megatron-Bridge with a model")
+    if config.last != CONTAINER:
+        what = f"{config.origin}: what {config.last} sets is not known, since its file is not there"
+        raise UserError(f"{what}\nread it beside a clone of Megatron-Bridge, or where it is installed")
+    peft = config.fields.get("peft")
+    if peft is not None and not (isinstance(peft, Known) and peft.value is None):
+        raise UserError(f"{config.origin}: adapters of Megatron-Bridge are not modelled")
+    tree: dict[str, Tree] = {}
+    for name in SECTIONS:
+        value = config.fields.get(name)
+        section = _precision(value) if name == "mixed_precision" else as_tree(value)
+        if section is not None:
+            tree[name] = _model(section, config) if name == "model" and isinstance(section, Mapping) else section
+    run = bridge_run(overlaid(tree, overrides) or {}, environment)
+    model = config.fields["model"]
+    return evolve(run, model=_hub_name(model) if isinstance(model, Instance) else None)
+
+
+def _model(section: Mapping[str, Tree], config: Instance) -> Tree:
+    """Return the section of the model without what changes no step, and with its stages as Megatron-LM writes them."""
+    kept = {name: value for name, value in section.items() if name not in SILENT}
+    model = config.fields["model"]
+    stages = model.fields.get("pipeline_model_parallel_layout") if isinstance(model, Instance) else None
+    if isinstance(stages, list):
+        text = "|".join("".join(map(_letter, stage if isinstance(stage, list) else [stage])) for stage in stages)
+        kept["pipeline_model_parallel_layout"] = Setting(Word(text, model.origin))  # type: ignore[union-attr]
+    return kept
+
+
+def _letter(layer: Value) -> str:
+    return LETTERS.get(str(layer.value), "?") if isinstance(layer, Known) else "?"
+
+
+def _precision(value: Value | None) -> Tree | None:
+    """Return the name of a recipe of mixed precision: of `bf16_mixed()`, or what another function is given."""
+    if not isinstance(value, Instance):
+        return as_tree(value)
+    is_bf16 = value.last == "MixedPrecisionConfig" and truth(value.fields.get("bf16", Known(False, value.origin)))
+    if is_bf16 and not any(value.fields.get(name) for name in ("fp8", "fp4")):
+        return Setting(Word("bf16_mixed", value.origin))
+    if value.arguments and isinstance(value.arguments[0], Known):
+        return as_tree(value.arguments[0])
+    return Setting(Word(value.last, value.origin))
+
+
+def _hub_name(model: Instance | None) -> Word | None:
+    """Return the name on huggingface.co from which a model is made."""
+    while model is not None:
+        if model.last == HUB and model.arguments and isinstance(name := model.arguments[0], Known):
+            return Word(str(name.value), name.origin)
+        model = model.base
+    return None
