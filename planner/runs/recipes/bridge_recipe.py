@@ -16,7 +16,7 @@ from .values import Instance, Known, Value, as_tree, truth
 
 SECTIONS = ("model", "train", "ddp", "optimizer", "dataset", "comm_overlap", "mixed_precision")
 CONTAINER = "ConfigContainer"
-HUB = "from_hf_pretrained"
+HUB_METHOD = "from_hf_pretrained"
 SILENT = frozenset({"persist_layer_norm", "use_te_rng_tracker", "use_transformer_engine_full_layer_spec"})
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 """Layers of a pipeline's stages in Megatron-LM's `--pipeline-model-parallel-layout`."""
@@ -73,7 +73,7 @@ def _precision(value: Value | None) -> Tree | None:
 def _hub_name(model: Instance | None) -> Word | None:
     """Return the name on huggingface.co from which a model is made."""
     while model is not None:
-        if model.last == HUB and model.arguments and isinstance(name := model.arguments[0], Known):
+        if model.last == HUB_METHOD and model.arguments and isinstance(name := model.arguments[0], Known):
             return Word(str(name.value), name.origin)
         model = model.base
     return None

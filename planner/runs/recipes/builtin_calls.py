@@ -10,7 +10,7 @@ from megaloom.planner.runs.words import Unknown
 
 from .values import Instance, Known, Lacking, Value, item_key
 
-MOST_ITEMS = 1000
+MOST_LOOPS = 1000
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "int": int,
     "float": float,
@@ -20,7 +20,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "max": max,
     "abs": abs,
 }
-SWITCHES = {"store_true": False, "store_false": True}
+SWITCH_ACTIONS = {"store_true": False, "store_false": True}
 
 
 def computed_call(call: Instance, environment: Mapping[str, str]) -> Value | None:
@@ -56,7 +56,7 @@ def _number(call: Instance) -> Value | None:
     try:
         if call.name == "range":
             numbers = range(*values)  # type: ignore[call-overload]
-            return [Known(number, call.origin) for number in numbers] if len(numbers) <= MOST_ITEMS else None
+            return [Known(number, call.origin) for number in numbers] if len(numbers) <= MOST_LOOPS else None
         origin = first.origin if isinstance(first, Known) else call.origin
         return Known(FUNCTIONS[call.name](*values), origin)
     except (TypeError, ValueError, OverflowError):
@@ -82,7 +82,7 @@ def _argparse(call: Instance, parser: Instance) -> Value | None:
         name = next((one for one in names if one.startswith("--")), names[0] if names else "")
         dest, action = call.fields.get("dest"), call.fields.get("action")
         key = str(dest.value) if isinstance(dest, Known) else name.lstrip("-").replace("-", "_")
-        switch = SWITCHES.get(str(action.value)) if isinstance(action, Known) else None
+        switch = SWITCH_ACTIONS.get(str(action.value)) if isinstance(action, Known) else None
         default = call.fields.get("default") or Known(switch, call.origin)
         is_needed = isinstance(needed := call.fields.get("required"), Known) and bool(needed.value)
         parser.fields[key] = Lacking(Unknown(name, "positional", call.origin)) if is_needed else default

@@ -25,7 +25,7 @@ MOST_STATEMENTS = 20_000
 DEEPEST_FUNCTION = 40
 MOST_NUMBER, MOST_TEXT, MOST_ITEMS = 2**63, 100_000, 10_000
 Scope = dict[str, Value]
-OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], object]] = {
+PYTHON_OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], object]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne,
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
@@ -240,14 +240,18 @@ class RecipeEvaluator:
         other = [item.value for item in right if isinstance(item, Known)] if isinstance(right, list) else None
         a = left.value if isinstance(left, Known) else one
         b = right.value if isinstance(right, Known) else other
-        if type(kind) not in OPERATORS or not isinstance(left, Known | list) or not isinstance(right, Known | list):
+        if (
+            type(kind) not in PYTHON_OPERATORS
+            or not isinstance(left, Known | list)
+            or not isinstance(right, Known | list)
+        ):
             return next((value for value in (left, right) if isinstance(value, Lacking)), None)
         numbers = isinstance(a, SIZES) and isinstance(b, SIZES)
         texts = isinstance(kind, ast.Add) and isinstance(a, str) and isinstance(b, str)
         if isinstance(kind, ast.operator) and not (numbers or texts):
             return None
         try:
-            value = OPERATORS[type(kind)](a, b)
+            value = PYTHON_OPERATORS[type(kind)](a, b)
         except (TypeError, ArithmeticError, ValueError):
             return None
         if (isinstance(value, int) and abs(value) > MOST_NUMBER) or (isinstance(value, str) and len(value) > MOST_TEXT):

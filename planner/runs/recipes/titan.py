@@ -13,7 +13,7 @@ from megaloom.planner.runs.words import Word
 
 from .values import Foreign, Instance, Known, Value
 
-TOKENS, CONTEXT, STEP_TOKENS = 16384, 2048, -1
+MICROBATCH_TOKENS, CONTEXT_TOKENS, STEP_TOKENS = 16384, 2048, -1
 """torchtitan's defaults of training: tokens of a micro-batch, of a sequence, of a step; -1 is one micro-batch."""
 MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 PARALLELISM = (
@@ -89,7 +89,10 @@ def _training(config: Instance) -> Iterator[tuple[str, Known]]:
             raise UserError(f"{origin}: training.{name} is not known")
         return value
 
-    tokens, context = number("num_tokens_per_microbatch_per_dp_rank", TOKENS), number("max_context_length", CONTEXT)
+    tokens, context = (
+        number("num_tokens_per_microbatch_per_dp_rank", MICROBATCH_TOKENS),
+        number("max_context_length", CONTEXT_TOKENS),
+    )
     step = number("num_tokens_per_train_step", STEP_TOKENS)
     assert isinstance(tokens.value, int) and isinstance(context.value, int) and isinstance(step.value, int)
     yield "training.seq_len", context

@@ -41,7 +41,7 @@ class Foreign:
 
 @define(eq=False)
 class Instance:
-    """What a call of a name that is not known returns: its arguments are its fields. It changes as the script runs.
+    """The object that a call of an unknown name returns: its arguments are its fields, which statements change.
 
     base: the object of which a method was called.
     """

@@ -217,7 +217,7 @@ def test_a_command_of_torchtitan(tmp_path: Path) -> None:
             "llama_long_pretrain_config",
             r"x\.py:12: what _common sets is not known, since its file is not there",
         ),
-        ("import os\n", None, "is a Python file, but no recipe"),
+        ("import os\n", None, "which is not read: no recipe"),
         ("import torchtitan\ndef f(:\n", None, r"x\.py:2: this line is not Python"),
         ("import torchtitan\n", None, "has no function that returns a configuration"),
         (
