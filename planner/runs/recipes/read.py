@@ -39,7 +39,7 @@ def recipe_run(
     program = _program(module)
     if program is None:
         raise UserError(
-            f"{path} is a Python file which is not read: no recipe of Megatron-Bridge and no configuration of torchtitan\n"
+            f"{path} is a Python file which is not read: no recipe of Megatron-Bridge, no configuration of torchtitan\n"
             "give a log of Megatron-LM, or the script or command line that starts it"
         )
     titan = program == "torchtitan"
