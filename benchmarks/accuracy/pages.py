@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -19,13 +20,15 @@ from typing import Any
 from attrs import fields
 
 from megaloom.planner.contract.devices import Device, Link
+from megaloom.planner.cost.measured_memory import TENSORS_HIGH
 from megaloom.planner.cost.profiles.figures import Figure
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.cost.profiles.groups import GROUPS, Feature, profile_figures
 from megaloom.planner.hardware.presets import DEVICE_FIGURES, LINK_FIGURES, OTHER_SOURCES, PRESETS, HardwareFigure
 
+from .coverage import in_fitting_half
 from .features import FEATURES
-from .frameworks import PUBLISHED
+from .frameworks import OTHER_KERNELS, PUBLISHED
 from .published_devices import PUBLISHED_DEVICES
 from .records import RunRecord
 from .run_files import DATA, OTHER_RUNS, fitted_files, shipped_records
@@ -38,6 +41,7 @@ PAGES = ROOT / "docs" / "accuracy"
 GPU_RUNS = ROOT / "benchmarks" / "data" / "gpu_runs.tsv"
 SECTION = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 LARGEST = 30  # residuals in the table
+LARGE_GIB = 20  # from which on a run is one of large memory
 SUMMARY = ("class of runs", "runs", "median error", "mean error", "90 % of errors below", "bias", "inside the interval")
 
 
@@ -119,6 +123,48 @@ def _half(rows: Sequence[Predicted]) -> list[str]:
     errors = [p.time_error or 0.0 for p in rows]
     sizes = [abs(error) for error in errors]
     return [str(len(rows)), *map(percent, (median(sizes), p90(sizes), mean(errors)))]
+
+
+def memory_rows() -> list[tuple[Predicted, float]]:
+    """Return the runs of Megatron's family that allocated at least 1 GiB, with measured over predicted bytes."""
+    rows = (p for p in (*fitted().rows, *other().rows) if p.training_run.profile.name not in OTHER_KERNELS)
+    return [
+        (p, p.training_run.memory_gib / p.memory_gib)
+        for p in rows
+        if p.training_run.memory_kind == "allocated" and (p.training_run.memory_gib or 0.0) >= 1.0
+        if p.training_run.memory_gib is not None
+    ]
+
+
+def memory_high() -> str:
+    """Return the upper ends of memory by class and size: on the models that they were taken from, and on the others."""
+    rows = []
+    for sparse, small in ((False, True), (False, False), (True, True), (True, False)):
+        halves: dict[bool, list[float]] = {True: [], False: []}
+        for p, ratio in memory_rows():
+            run = p.training_run
+            if run.sparse is sparse and ((run.memory_gib or 0.0) < LARGE_GIB) is small:
+                halves[in_fitting_half(p)].append(ratio)
+        cells = []
+        for ratios in halves.values():
+            below = [ratio <= TENSORS_HIGH[sparse] for ratio in ratios]
+            shown = (f"{median(ratios):.3f}", f"{mean(below):.1%}") if ratios else ("", "")
+            cells += [str(len(ratios)), *shown]
+        size = f"1 to {LARGE_GIB} GiB" if small else f"from {LARGE_GIB} GiB"
+        rows.append(["experts" if sparse else "dense", size, f"{TENSORS_HIGH[sparse]:.2f}", *cells])
+    score = ("runs", "median", "below")
+    halved = (*(f"{name} (fitted)" for name in score), *(f"{name} (check)" for name in score))
+    return markdown_table(("class", "memory", "upper end", *halved), rows)
+
+
+def overflow_chances() -> str:
+    """Return the runs of Megatron's family by the chance that memory does not suffice, and how many ran out."""
+    rows = [p for p in (*fitted().rows, *other().rows) if p.training_run.profile.name not in OTHER_KERNELS]
+    out = []
+    for low, high in pairwise((0.0, 0.01, 0.1, 0.5, 0.9, 1.01)):
+        mine = [p.training_run.oom for p in rows if low <= p.overflow < high]
+        out.append((f"{low:.0%} to {min(high, 1.0):.0%}", str(len(mine)), str(sum(mine))))
+    return markdown_table(("predicted chance", "runs", "ran out of memory"), out)
 
 
 def published_devices() -> str:
@@ -238,6 +284,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "largest": largest_residuals,
     "frameworks": residuals_by_framework,
     "sharded": sharded_runs,
+    "memory-high": memory_high,
+    "overflow": overflow_chances,
     "gpu-runs": gpu_runs,
     "devices": device_table,
     "published-devices": published_devices,

@@ -48,6 +48,7 @@ class Predicted:
     memory_gib_upper: float = inf
     interval: tuple[float, float] = (0.0, inf)  # 90 % interval of the step time
     run_class: str = ""  # class of runs that the interval belongs to
+    overflow: float = 0.0  # chance that memory does not suffice
 
     @property
     def inside_interval(self) -> bool:
@@ -144,7 +145,16 @@ def predict(run: TrainingRun) -> Predicted:
     known = run.profile.name not in OTHER_KERNELS
     class_ = run_class(run.sparse, run.workload.precision, run.cluster.device) if known else OTHER_CLASS
     memory = held_bytes(nbytes, run.memory_kind) / GiB
-    return Predicted(run, priced.seconds, memory, out_of_memory, most / GiB, interval(priced.seconds, class_), class_)
+    return Predicted(
+        run,
+        priced.seconds,
+        memory,
+        out_of_memory,
+        most / GiB,
+        interval(priced.seconds, class_),
+        class_,
+        priced.prediction.overflow or 0.0,
+    )
 
 
 def priced_as(run: TrainingRun) -> Priced:

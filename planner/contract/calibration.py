@@ -13,10 +13,10 @@ WIDEST = 100.0  # factor of an interval that is a mistake
 
 def _ends(owner: Calibration, attribute: Attribute[Any], value: tuple[float, float]) -> None:
     low, high = value
-    if not 1 / WIDEST <= low <= high <= WIDEST:  # also refuses nan
+    if not 1 / WIDEST <= low <= 1 <= high <= WIDEST:  # also refuses nan
         raise UserError(
             f"calibration.step = [{low:g}, {high:g}] is not plausible\n"
-            "it is the interval of measured over predicted step times, such as [0.92, 1.09]"
+            "it is the interval of measured over predicted step times around 1, such as [0.92, 1.09]"
         )
 
 

@@ -55,8 +55,10 @@ def plan_from_json(text: str, where: str) -> Plan:
     if raw["version"] == 11 and isinstance(raw.get("layout"), dict):
         added = {"reshard": str(Reshard.MICRO_BATCH), "replicas": 1}
         raw = raw | {"version": 12, "layout": {**raw["layout"], **added}}
-    if raw["version"] == 12 and isinstance(raw.get("cluster"), dict):
-        raw = raw | {"version": PLAN_VERSION, "cluster": {**raw["cluster"], "calibration": None}}
+    if raw["version"] == 12 and all(isinstance(raw.get(part), dict) for part in ("cluster", "predicted")):
+        unknown = {"nbytes_high": None, "overflow": None}
+        raw = raw | {"cluster": {"calibration": None, **raw["cluster"]}, "predicted": {**unknown, **raw["predicted"]}}
+        raw = raw | {"version": PLAN_VERSION}
     if raw["version"] != PLAN_VERSION or isinstance(raw["version"], bool):
         raise PlanError(
             f"{where} is a plan of version {raw['version']!r}; this megaloom reads version {PLAN_VERSION}\n"

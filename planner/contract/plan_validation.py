@@ -89,6 +89,10 @@ def _validate_prediction(plan: Plan) -> None:
         what = f"must be two times in seconds, around step_seconds = {step:g}; got {low:g} and {high:g}"
         _refuse("predicted.interval", what)
     _validate_speed(plan)
+    if predicted.overflow is not None and not 0 <= predicted.overflow <= 1:
+        _refuse("predicted.overflow", f"must be a chance from 0 to 1, got {predicted.overflow:g}")
+    if predicted.nbytes_high is not None and not 0 < predicted.nbytes_high <= 2 * LARGEST_MEMORY:
+        _refuse("predicted.nbytes_high", f"must be a number of bytes, got {predicted.nbytes_high:g}")
     for name in ("nbytes", "moments"):
         if len(getattr(predicted, name)) != ranks:
             _refuse(f"predicted.{name}", f"must have an entry for each of pp {ranks} pipeline ranks")

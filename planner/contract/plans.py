@@ -13,9 +13,9 @@ from .devices import Cluster
 from .layout import Layout
 from .workload import Runtime, Workload
 
-# 13: calibration of the cluster; 12: reshard, replicas; 11: format of gradients; 10: adapters; 9: padding of the
-# vocabulary; 8: interval for within, shard for distributed_optimizer, environment; 7: overlaps; 6: runtime;
-# 5: interval; 4: moment of a rank's peak memory.
+# 13: calibration of the cluster, nbytes_high, overflow; 12: reshard, replicas; 11: format of gradients; 10: adapters;
+# 9: padding of the vocabulary; 8: interval for within, shard for distributed_optimizer, environment; 7: overlaps;
+# 6: runtime; 5: interval; 4: moment of a rank's peak memory.
 PLAN_VERSION = 13
 
 
@@ -49,6 +49,8 @@ class Prediction:
     breakdown: dict[str, float]  # seconds by cause
     nbytes: tuple[dict[str, int], ...]  # peak memory of each pipeline rank, by holder
     moments: tuple[str, ...]  # the moment of each pipeline rank's peak
+    nbytes_high: float | None = None  # bytes that no rank needs more than, in 19 of 20 runs; null before version 13
+    overflow: float | None = None  # chance that a rank runs out of memory; null before version 13
 
 
 @frozen(kw_only=True)

@@ -16,6 +16,7 @@ from megaloom.planner.model.structure import ModelStructure
 
 from .contention import Contention
 from .intervals import interval, run_class
+from .measured_memory import TENSORS_HIGH
 from .profiles.frameworks import OWN
 from .profiles.groups import FrameworkProfile
 
@@ -91,6 +92,14 @@ class Job:
         work = [w for kind in self.structure.kinds for w in costs(kind.node, batch=1, seq=self.workload.seq).work]
         routed = any(w.kind is WorkKind.DISPATCH for w in work)
         return run_class(routed, self.workload.precision, self.cluster.device)
+
+    @cached_property
+    def memory_high(self) -> float:
+        """Return the upper end of measured over predicted bytes of tensors: the calibration's, or published runs'."""
+        fitted = self.cluster.calibration
+        if fitted and fitted.memory_high is not None and self.run_class in fitted.classes and self.profile is not OWN:
+            return fitted.memory_high
+        return TENSORS_HIGH[self.structure.has_experts]
 
     @cached_property
     def spread(self) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
 
-from .calibrated_interval import interval_text
+from .interval_sentences import interval_text, overflow_text
 from .tables import (
     breakdown_table,
     layout_table,
@@ -51,7 +51,7 @@ def plan_summary(plan: Plan, graph: Graph) -> RenderableType:
         layout_table(plan),
         Text(),
         prediction_table(plan),
-        *([Text(f"\n{calibrated}")] if (calibrated := interval_text(plan)) else []),
+        *(Text(f"\n{sentence}") for sentence in (interval_text(plan), overflow_text(plan)) if sentence),
         Text("\nWhy", "bold"),
         bullet_list(plan.reasons),
         Text(f"\n{breakdown_title(plan)}", "bold"),

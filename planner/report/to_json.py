@@ -14,7 +14,6 @@ from attrs import asdict
 from megaloom.planner.contract.devices import Cluster, GiB
 from megaloom.planner.contract.plan_json import layout_to_json
 from megaloom.planner.contract.plans import Plan, Prediction
-from megaloom.planner.cost.measured_memory import upper_bytes
 from megaloom.planner.report.goodput import goodput
 from megaloom.planner.search.reasons import peak_nbytes
 
@@ -120,7 +119,8 @@ def _predicted(p: Prediction, cluster: Cluster) -> dict[str, Any]:
         "step_seconds_low": p.interval[0],
         "step_seconds_high": p.interval[1],
         "memory_gib": peak_nbytes(p) / GiB,
-        "memory_gib_high": max(upper_bytes(held, calibration=calibration) for held in p.nbytes) / GiB,
+        "memory_gib_high": None if p.nbytes_high is None else p.nbytes_high / GiB,
+        "memory_overflow_chance": p.overflow,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_device,
         "tflops_per_gpu": p.flops_per_second_per_device / 1e12,
         "mfu": p.mfu,

@@ -11,8 +11,8 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.parameters import params
 from megaloom.dsl.quoting import printable
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.cost.measured_memory import held_bytes, upper_bytes
-from megaloom.planner.report.calibrated_interval import interval_text
+from megaloom.planner.cost.measured_memory import held_bytes
+from megaloom.planner.report.interval_sentences import interval_text, overflow_text
 from megaloom.planner.report.lint import ALL_RULES
 from megaloom.planner.report.units import format_count
 from megaloom.planner.rules.rule import Owner
@@ -106,16 +106,16 @@ def _rules(opinion: Opinion) -> Iterator[str]:
 def _predicted(opinion: Opinion, plan: Plan) -> Iterator[str]:
     p, device = plan.predicted, plan.cluster.device
     low, high = map(format_seconds, p.interval)
-    most = max(upper_bytes(held, calibration=plan.cluster.calibration) for held in p.nbytes)
+    most = "" if p.nbytes_high is None else f", at most {format_nbytes(int(p.nbytes_high))}"
     fits = "" if opinion.fits else ": it is predicted not to fit"
     yield _row(
         "Predicted".ljust(10),
         f"{format_seconds(p.step_seconds)} a step ({low} to {high}), {p.flops_per_second_per_device / 1e12:.0f} "
         f"TFLOP/s a GPU, MFU {p.mfu:.1%}, bubble {p.bubble:.1%}; "
-        f"{format_nbytes(peak_nbytes(p))} of {format_nbytes(device.nbytes)} a GPU, at most {format_nbytes(most)}{fits}",
+        f"{format_nbytes(peak_nbytes(p))} of {format_nbytes(device.nbytes)} a GPU{most}{fits}",
     ).replace("  ", "", 1)
-    if calibrated := interval_text(plan):
-        yield _row("", calibrated)
+    for sentence in filter(None, (interval_text(plan), overflow_text(plan))):
+        yield _row("", sentence)
 
 
 def _best(opinion: Opinion, plan: Plan) -> Iterator[str]:

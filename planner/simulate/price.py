@@ -28,6 +28,7 @@ from megaloom.planner.cost.columns import (
 from megaloom.planner.cost.communication import ProcessGroup
 from megaloom.planner.cost.cost_table import cost_table
 from megaloom.planner.cost.job import Job
+from megaloom.planner.cost.measured_memory import needed_bytes, overflow_chance
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem, partition
 from megaloom.planner.pipeline import schedules
 from megaloom.planner.pipeline.timeline import Timeline, simulate_timeline
@@ -167,6 +168,8 @@ def simulate(placed: Partition) -> Priced:
         breakdown={cause: part for cause, part in parts.items() if part},
         nbytes=tuple(peak.held for peak in peaks),
         moments=tuple(peak.moment for peak in peaks),
+        nbytes_high=float(max(needed_bytes(peak.held, job.memory_high) for peak in peaks)),
+        overflow=max(overflow_chance(peak.held, job.cluster.device.nbytes, job.memory_high) for peak in peaks),
     )
     return Priced(placed, prediction, tuple(ends))
 

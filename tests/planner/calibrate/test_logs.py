@@ -198,6 +198,7 @@ def test_the_output_must_be_a_toml_file(folder: Path, capsys: pytest.CaptureFixt
     [
         ("runs = 1", "calibration.runs must be a number of at least 2 runs, got 1"),
         ("step = [1.2, 0.9]", "is not plausible"),
+        ("step = [1.05, 1.2]", "is not plausible"),
         ("step = [0.9]", "has a wrong calibration: step"),
         ('runs = "many"', "has a wrong calibration: runs must be a whole number"),
         ("more = 1", "has an unknown field 'more'"),

@@ -32,6 +32,7 @@ from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.bounds.lower_bounds import LowerBounds
+from megaloom.planner.contract.calibration import Calibration
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.layout import Layout
@@ -334,3 +335,40 @@ def test_the_upper_bound_is_above_the_tensors_and_grows_with_them(nbytes: dict[s
         <= measured_memory.required_bytes(nbytes)
         <= measured_memory.held_bytes(nbytes)
     )
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["weights", "gradients", "activations", "allocator", "runtime"]), st.integers(1 << 20, 1 << 36)
+    ).filter(lambda held: "weights" in held),
+    st.floats(1.02, 1.5),
+)
+def test_a_device_of_the_needed_bytes_suffices_in_19_of_20_runs(held: dict[str, int], high: float) -> None:
+    need = measured_memory.needed_bytes(held, high)
+    assert measured_memory.required_bytes(held) <= need
+    assert measured_memory.overflow_chance(held, need, high) == pytest.approx(0.05, abs=0.002)
+    chances = [measured_memory.overflow_chance(held, int(share * need), high) for share in (0, 0.7, 0.9, 1, 1.1, 2)]
+    assert chances == sorted(chances, reverse=True) and chances[0] == 1.0 and chances[-1] < 1e-3
+    assert measured_memory.needed_bytes({**held, "allocator": 1 << 40}, high) == need  # torch gives its reserve back
+
+
+def test_the_upper_end_is_that_of_the_class_or_of_the_calibration() -> None:
+    highs = {}
+    for name in ("dense", "sparse"):
+        g = graph(MODELS[name])
+        job = Pricer(g, cluster("1xH100"), WORK, MEGATRON).cost_cache.job
+        highs[name] = job.memory_high
+        calibration = Calibration(runs=4, classes=(job.run_class,), step=(0.9, 1.1), memory_high=1.02)
+        machine = evolve(cluster("1xH100"), calibration=calibration)
+        assert Pricer(g, machine, WORK, MEGATRON).cost_cache.job.memory_high == 1.02
+        assert Pricer(g, machine, WORK, OWN).cost_cache.job.memory_high == job.memory_high
+    assert highs == {"dense": measured_memory.TENSORS_HIGH[False], "sparse": measured_memory.TENSORS_HIGH[True]}
+
+
+def test_a_plan_has_the_chance_that_its_memory_does_not_suffice() -> None:
+    g = graph(MODELS["dense"])
+    full = Pricer(g, cluster("1xH100"), WORK, MEGATRON).price(Layout()).prediction
+    assert full.nbytes_high is not None and full.overflow is not None and full.overflow < 1e-6
+    device = evolve(cluster("1xH100").device, name="small", nbytes=int(full.nbytes_high))
+    small = Pricer(g, evolve(cluster("1xH100"), device=device), WORK, MEGATRON).price(Layout()).prediction
+    assert small.overflow == pytest.approx(0.05, abs=0.001)

@@ -1,11 +1,14 @@
-"""The interval of a plan on a calibrated cluster, in words: the runs that it comes from, or why it is not theirs."""
+"""Intervals of a plan in words: the runs that they come from, and the chance that memory does not suffice."""
 
 from __future__ import annotations
 
 from math import isclose
 
 from megaloom.dsl.quoting import printable
+from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan
+
+TOLD = 0.01  # chance of running out of memory from which on a plan says it
 
 
 def interval_text(plan: Plan) -> str:
@@ -20,4 +23,15 @@ def interval_text(plan: Plan) -> str:
     return (
         f"{source} of Megatron-core ({classes}). This plan is for another runtime or class: the figures are fitted, "
         "but the interval is that of published runs."
+    )
+
+
+def overflow_text(plan: Plan) -> str:
+    """Return a sentence on the chance that a plan runs out of memory; empty for one below 1 %."""
+    p = plan.predicted
+    if p.overflow is None or p.nbytes_high is None or p.overflow < TOLD:
+        return ""
+    return (
+        f"The chance that memory does not suffice is {p.overflow:.0%}: a GPU may need {p.nbytes_high / GiB:.1f} GiB "
+        f"(in 19 of 20 runs no more) of {plan.cluster.device.nbytes / GiB:.1f}."
     )
