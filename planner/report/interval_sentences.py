@@ -8,7 +8,7 @@ from megaloom.dsl.quoting import printable
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan
 
-TOLD = 0.01  # chance of running out of memory from which on a plan says it
+LEAST_CHANCE = 0.01  # chance of running out of memory from which on a plan says it
 
 
 def interval_text(plan: Plan) -> str:
@@ -29,7 +29,7 @@ def interval_text(plan: Plan) -> str:
 def overflow_text(plan: Plan) -> str:
     """Return a sentence on the chance that a plan runs out of memory; empty for one below 1 %."""
     p = plan.predicted
-    if p.overflow is None or p.nbytes_high is None or p.overflow < TOLD:
+    if p.overflow is None or p.nbytes_high is None or p.overflow < LEAST_CHANCE:
         return ""
     return (
         f"The chance that memory does not suffice is {p.overflow:.0%}: a GPU may need {p.nbytes_high / GiB:.1f} GiB "
