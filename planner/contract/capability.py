@@ -176,7 +176,7 @@ class Capability:
         module = self.all_modules or runs_as_module(node, split)
         engine, kind = NO_PARTS, module_kind(node.op)
         if module and self.engine and kind is not None:
-            engine = engine_parts(kind.engine, node, precision)
+            engine = engine_parts(kind.engine, node, split, precision)
         by_engine = EnginePart.EXPERTS in engine
         grouped = by_engine or (module and self._groups_experts(node, split, precision))
         fused = AttentionKernel.TRANSFORMER_ENGINE if EnginePart.ATTENTION in engine else None

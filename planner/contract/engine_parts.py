@@ -11,7 +11,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from megaloom.dsl import Node
+from megaloom.dsl import Node, Split
 
 from .workload import Precision
 
@@ -29,17 +29,17 @@ class EnginePart(Enum):
 
 
 NO_PARTS: frozenset[EnginePart] = frozenset()
-"""Of layers of which Transformer Engine has nothing, or nothing that is faster.
+"""Of layers of which Transformer Engine has nothing, or nothing faster.
 
 In bf16 its norms and linear layers took as long as torch's, on an H100 (docs/accuracy/gpu_runs.md).
 """
 
 
-def engine_parts(parts: frozenset[EnginePart], node: Node, precision: Precision) -> frozenset[EnginePart]:
-    """Return those parts of a node's module that Transformer Engine computes in a precision."""
+def engine_parts(parts: frozenset[EnginePart], node: Node, split: Split, precision: Precision) -> frozenset[EnginePart]:
+    """Return those parts of a node's module that Transformer Engine computes under a split, in a precision."""
     if precision not in ENGINE_PRECISIONS:
         return NO_PARTS
-    return frozenset(part for part in parts if _COMPUTES[part](node))
+    return frozenset(part for part in parts if _COMPUTES[part](node, split))
 
 
 def precision_for_engine(precision: Precision) -> str:
@@ -50,21 +50,27 @@ def precision_for_engine(precision: Precision) -> str:
     return f"Transformer Engine {reason}"
 
 
-def _has_fused_attention(node: Node) -> bool:
-    """True for attention that cuDNN's kernels compute. The masks of dropout are torch's under every backend."""
+def _goes_around_a_ring(node: Node, split: Split) -> bool:
+    """True for causal attention over context-parallel ranks alone, which exchanges keys and values while it computes.
+
+    On one rank torch has the same kernels of cuDNN, and takes as long. The masks of dropout are torch's. Beside tp, and
+    without a causal mask, it has not been tried.
+    """
     op: Any = node.op
     channels = node.shape["embed"].known // op.heads if op.head_dim is None else op.head_dim
-    return channels % ATTENTION_CHANNELS == 0 and channels <= LARGEST_HEAD and not op.dropout
+    fused = channels % ATTENTION_CHANNELS == 0 and channels <= LARGEST_HEAD
+    return fused and split.cp > 1 and split.tp == 1 and op.causal and not op.dropout
 
 
-def _always(node: Node) -> bool:
-    return True
+def _holds_whole_experts(node: Node, split: Split) -> bool:
+    """True if a device has all rows of its experts' weights. Sharded by etp, it has not been tried."""
+    return split.etp == 1
 
 
-_COMPUTES: Mapping[EnginePart, Callable[[Node], bool]] = MappingProxyType(
+_COMPUTES: Mapping[EnginePart, Callable[[Node, Split], bool]] = MappingProxyType(
     {
-        EnginePart.ATTENTION: _has_fused_attention,
-        EnginePart.EXPERTS: _always,
+        EnginePart.ATTENTION: _goes_around_a_ring,
+        EnginePart.EXPERTS: _holds_whole_experts,
     }
 )
 """For each part, whether Transformer Engine computes it in a layer whose row names it."""

@@ -42,7 +42,7 @@ class GroupedLayers:
 
     def __call__(self, x: Tensor, ends: Tensor, counts: Tensor, weights: list[Tensor]) -> Tensor:
         """Return tokens [n, k] times weights [m, k]: the first `counts[0]` times the first weight, and so on."""
-        for i, weight in enumerate(weights):  # those of now: sharding replaces them
+        for i, weight in enumerate(weights):
             self.grouped._parameters[f"weight{i}"] = weight
         out: Tensor = self.grouped(x, counts.tolist())
         return out

@@ -14,6 +14,7 @@ from megaloom.dsl import Graph
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.capability import TRANSFORMER_ENGINE, capability
 from megaloom.planner.contract.engine_parts import EnginePart, precision_for_engine
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Backend, Precision, Runtime
 from megaloom.runtime.megatron import device
@@ -25,7 +26,7 @@ def with_backend(plan: Plan, backend: Backend) -> Plan:
 
     AUTO takes Transformer Engine where it can compute. Raise UserError if TE is asked for where it cannot.
     """
-    refusal = engine_refusal(plan.workload.precision)
+    refusal = engine_refusal(plan.workload.precision, plan.layout)
     if refusal and backend is Backend.TE:
         raise UserError(f"--backend te: {refusal}\nuse --backend auto or torch")
     used = not refusal and backend is not Backend.TORCH
@@ -35,10 +36,12 @@ def with_backend(plan: Plan, backend: Backend) -> Plan:
     )
 
 
-def engine_refusal(precision: Precision) -> str:
-    """Return why Transformer Engine cannot compute a run of this precision on this machine; empty if it can."""
+def engine_refusal(precision: Precision, layout: Layout) -> str:
+    """Return why Transformer Engine computes no run of this precision and layout on this machine; empty if it does."""
     if reason := precision_for_engine(precision):
         return reason
+    if layout.fsdp:
+        return f"Transformer Engine has not been tried with --shard {layout.shard}"
     if not device.gpu_count():
         return "Transformer Engine needs a CUDA device, and this machine has none"
     if not engine_is_installed():

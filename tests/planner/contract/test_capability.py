@@ -92,27 +92,35 @@ def test_kernel_of_attention(layer: Layer, module: bool, on_gpu: str, on_cpu: st
     assert core.kernel is AttentionKernel.TRANSFORMER_ENGINE
 
 
+RING = Split(cp=2)
+
+
 @pytest.mark.parametrize(
-    ("layer", "parts"),
+    ("layer", "split", "parts"),
     [
-        (Attention(heads=4, rope=1e4), {"ATTENTION"}),
-        (Attention(heads=4, causal=False, qk_norm=NORM), {"ATTENTION"}),
-        (Attention(heads=4, dropout=0.1), set()),  # its masks are torch's
-        (Attention(heads=4, head_dim=12), set()),  # channels that cuDNN does not take
-        (Attention(heads=4, head_dim=256), set()),
-        (Attention(heads=4, window=16), set()),  # its body computes this layer
-        (LATENT, set()),
-        (MoE(SwiGLU(2**19), experts=8, top_k=2), {"EXPERTS"}),
-        (MoE(MLP(96, bias=True), experts=8, top_k=2), {"EXPERTS"}),
-        (SwiGLU(96), set()),
-        (RMSNorm(), set()),
-        (Mamba2(heads=8, head_dim=16, state=8), set()),
+        (Attention(heads=4, rope=1e4), RING, {"ATTENTION"}),
+        (Attention(heads=4, qk_norm=NORM), RING, {"ATTENTION"}),
+        (Attention(heads=4), WHOLE, set()),  # torch has the same kernels
+        (Attention(heads=4), Split(cp=2, tp=2), set()),
+        (Attention(heads=4, causal=False), RING, set()),
+        (Attention(heads=4, dropout=0.1), RING, set()),  # its masks are torch's
+        (Attention(heads=4, head_dim=12), RING, set()),  # channels that cuDNN does not take
+        (Attention(heads=4, head_dim=256), RING, set()),
+        (Attention(heads=4, window=16), RING, set()),  # its body computes this layer
+        (LATENT, RING, set()),
+        (MoE(SwiGLU(2**19), experts=8, top_k=2), WHOLE, {"EXPERTS"}),
+        (MoE(SwiGLU(2**19), experts=8, top_k=2), Split(ep=8, cp=2), {"EXPERTS"}),
+        (MoE(MLP(96, bias=True), experts=8, top_k=2), WHOLE, {"EXPERTS"}),
+        (MoE(SwiGLU(96), experts=8, top_k=2), Split(etp=2), set()),
+        (SwiGLU(96), WHOLE, set()),
+        (RMSNorm(), WHOLE, set()),
+        (Mamba2(heads=8, head_dim=16, state=8), WHOLE, set()),
     ],
 )
-def test_parts_that_the_engine_computes(layer: Layer, parts: set[str]) -> None:
+def test_parts_that_the_engine_computes(layer: Layer, split: Split, parts: set[str]) -> None:
     here = Environment(device="H100", torch="2.11", backends=(FLEX_ATTENTION, GROUPED_GEMM, TRANSFORMER_ENGINE))
     engine = capability(Runtime.MEGALOOM, here)
-    found, without = execution(engine, layer), execution(OWN, layer)
+    found, without = execution(engine, layer, split), execution(OWN, layer, split)
     assert {part.name for part in found.engine} == parts and not without.engine
     assert found.module is without.module
     if "ATTENTION" in parts:
@@ -121,7 +129,7 @@ def test_parts_that_the_engine_computes(layer: Layer, parts: set[str]) -> None:
         assert [core.kernel for core in found.cores] == [core.kernel for core in without.cores]
     if "EXPERTS" in parts:  # whose weights are not copied into one tensor
         assert found.grouped_experts and not found.stacked_experts
-    assert not execution(engine, layer, precision=Precision.FP32).engine
+    assert not execution(engine, layer, split, Precision.FP32).engine
 
 
 def test_kernel_of_scans() -> None:

@@ -63,7 +63,6 @@ def _noted(engine: Any, names: list[str]) -> Any:
     ("name", "layout"),
     [
         ("tiny_mixtral", Layout(dp=2, ep=2, shard="optimizer")),
-        ("tiny_mixtral", Layout(dp=2, shard="weights")),
         ("tiny_gpt_oss", Layout()),
     ],
     ids=str,

@@ -54,7 +54,7 @@ def test_auto_takes_the_engine_where_it_computes(plan_of: Any) -> None:
     assert TRANSFORMER_ENGINE not in environment.building_environment(plan.environment).backends
     model = graph(planned_model(plan))
     assert backend_note(found[Backend.AUTO], model) == (
-        "backend: Transformer Engine 2.12.0 for attention, experts; torch for the rest"
+        "backend: Transformer Engine 2.12.0 for experts; torch for the rest"
     )
     assert backend_note(plan, model) == "backend: torch"
 
@@ -69,6 +69,14 @@ def test_other_precisions_are_torchs(precision: str, reason: str, plan_of: Any) 
         with_backend(plan, Backend.TE)
 
 
+@pytest.mark.usefixtures("with_engine")
+def test_sharded_weights_are_torchs(plan_of: Any) -> None:
+    plan = bf16(plan_of("tiny_mixtral", Layout(dp=2, shard="weights")))
+    assert not uses_engine(with_backend(plan, Backend.AUTO))
+    with pytest.raises(UserError, match="not been tried with --shard weights"):
+        with_backend(plan, Backend.TE)
+
+
 def test_the_engine_is_refused_where_it_is_missing(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = bf16(plan_of("tiny_gpt", Layout()))
     assert not uses_engine(with_backend(plan, Backend.AUTO))
@@ -77,9 +85,9 @@ def test_the_engine_is_refused_where_it_is_missing(plan_of: Any, monkeypatch: py
     old = Environment(device="V100", torch="2.11", backends=())
     monkeypatch.setattr(chosen_backend, "current_environment", lambda: old)
     monkeypatch.setattr(chosen_backend.device, "gpu_count", lambda: 1)
-    assert engine_refusal(Precision.BF16) == "Transformer Engine is not installed"
+    assert engine_refusal(Precision.BF16, plan.layout) == "Transformer Engine is not installed"
     monkeypatch.setattr(chosen_backend, "engine_is_installed", lambda: True)
-    assert "newer device" in engine_refusal(Precision.BF16)
+    assert "newer device" in engine_refusal(Precision.BF16, plan.layout)
 
 
 def test_a_run_keeps_its_backend() -> None:
