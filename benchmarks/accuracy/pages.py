@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -29,6 +30,7 @@ from megaloom.planner.hardware.presets import DEVICE_FIGURES, LINK_FIGURES, OTHE
 from .coverage import in_fitting_half
 from .features import FEATURES
 from .frameworks import OTHER_KERNELS, PUBLISHED
+from .pair_order import pair_classes
 from .published_devices import PUBLISHED_DEVICES
 from .records import RunRecord
 from .run_files import DATA, OTHER_RUNS, fitted_files, shipped_records
@@ -66,6 +68,15 @@ def other() -> Validation:
 def summary() -> str:
     """Return step-time errors by class of runs, five rows."""
     return markdown_table(SUMMARY, summaries(classes().rows, TableBy.KIND, checking=False))
+
+
+def order_of_pairs() -> str:
+    """Return the share of pairs of layouts in the measured order, by their predicted difference."""
+    rows = []
+    for one in pair_classes((*fitted().rows, *other().rows)):
+        difference = f"{one.above:.0%} to {one.limit:.0%}" if one.limit < inf else f"more than {one.above:.0%}"
+        rows.append((difference, str(one.pairs), percent(one.right / one.pairs)))
+    return markdown_table(("predicted difference", "pairs", "in the measured order"), rows)
 
 
 def largest_residuals() -> str:
@@ -280,6 +291,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "summary": summary,
     "classes": lambda: markdown(classes(), TableBy.KIND),
     "other-sources": lambda: markdown(other(), TableBy.SOURCE),
+    "pairs": order_of_pairs,
     "groups": lambda: markdown(fitted(), TableBy.GROUP),
     "largest": largest_residuals,
     "frameworks": residuals_by_framework,

@@ -26,6 +26,7 @@ from textwrap import dedent
 from tests.support import ops_page
 from tests.support.coming_from import sections
 from tests.support.paths import ROOT
+from tests.support.recommended_table import recommended_table
 
 SECTION = re.compile(r"(<!-- begin (\w+) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
 PLAN = ("llama3-8b", "--gpus", "64xH100", "--seq", "8192", "--batch", "512")
@@ -311,6 +312,7 @@ def _map() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
+    "recommended": recommended_table,
     "own_layer": _own_layer,
     "own_module": _own_module,
     "own_loop": _own_loop,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 from statistics import median
 from tempfile import NamedTemporaryFile
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.accuracy.__main__ import main
+from benchmarks.accuracy.pair_order import pair_classes
 from benchmarks.accuracy.records import record_line
 from benchmarks.accuracy.run_files import read_runs, shipped_records
 from benchmarks.accuracy.scoreboard import validation_json
@@ -246,3 +248,13 @@ def test_regret_is_none_for_the_best_choice_and_never_negative(times: list[tuple
 
 def test_two_layouts_are_no_sweep() -> None:
     assert choices(sweep([(1.0, 2.0), (2.0, 1.0)])) == (None, None, None)
+
+
+def test_pairs_are_counted_by_their_predicted_difference() -> None:
+    rows = sweep([(1.0, 10.0), (1.005, 9.0), (1.03, 11.0), (1.3, 12.0)])
+    run = rows[0].training_run
+    twin = evolve(rows[0], training_run=evolve(run, step_seconds=5.0))  # of the first layout: a pair with all others
+    alone = evolve(rows[0], training_run=evolve(run, layout=Layout(dp=9), step_seconds=1.0, sweep="two"))
+    found = {one.limit: (one.pairs, one.right) for one in pair_classes([*rows, alone])}
+    assert found == {0.01: (1, 0), 0.02: (0, 0), 0.05: (2, 2), 0.1: (0, 0), 0.2: (0, 0), inf: (3, 3)}
+    assert sum(one.pairs for one in pair_classes([*rows, twin])) == 9
