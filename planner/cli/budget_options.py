@@ -36,14 +36,13 @@ class BudgetOptions:
 
         return TokenBudget.parse(self.tokens, self.within, self.price)
 
-    def check_searched(self, *, run: bool, lint: bool, pareto: bool) -> None:
+    def check_searched(self, *, lint: bool, pareto: bool) -> None:
         """Raise UserError if an option is given where no plan is searched, or time where slower plans are wanted."""
         from megaloom.dsl.errors import UserError
 
         given = [flag for flag, value in self._flags if value is not None]
-        if given and (run or lint):
-            why = "--from, which judges one step" if run else "--lint, which searches nothing"
-            raise UserError(f"{given[0]} has no effect with {why}\ndrop it")
+        if given and lint:
+            raise UserError(f"{given[0]} has no effect with --lint, which searches nothing\ndrop it")
         if pareto and self.within is not None:
             raise UserError("--pareto shows slower layouts too, and --within asks for the fastest\ndrop one of them")
 

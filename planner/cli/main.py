@@ -85,14 +85,14 @@ def find_plan(
     from .actions import print_rules
 
     result.check()
-    result.cost.check_searched(run=run.path is not None, lint=result.lint, pareto=result.pareto)
+    result.cost.check_searched(lint=result.lint, pareto=result.pareto)
     budget, chosen = result.cost.budget(), fixed_fields(fixed)
     positional = (() if model is None else (model,)) + more
     if run.path is not None:
         from .second_opinion import check_alone, print_opinion
 
         check_alone(job, chosen, result)
-        return print_opinion(run, job, result, positional, changes.words)
+        return print_opinion(run, job, result, positional, changes.words, budget)
     if more:
         if model in _MEGALOOM_COMMANDS:
             raise UserError(f"{model} is a command of megaloom\nuse megaloom {shlex.join(positional)}")

@@ -12,6 +12,8 @@ from megaloom.dsl.errors import UserError
 
 if TYPE_CHECKING:
     from megaloom.planner.contract.devices import Cluster
+    from megaloom.planner.report.token_budget import TokenBudget
+    from megaloom.planner.runs.opinion import Opinion
     from megaloom.planner.runs.run import TrainingRun
     from megaloom.planner.search.variant_choices import FixedAxes
 
@@ -24,7 +26,7 @@ def check_alone(job: JobOptions, chosen: FixedAxes, result: ResultOptions) -> No
     from megaloom.planner.contract.layout import flag_of
     from megaloom.planner.contract.workload import Precision, Runtime
 
-    stated = {"--seq": job.seq, "--batch": job.batch, "-o": result.output, "--html": result.html}
+    stated = {"--seq": job.seq, "--batch": job.batch, "-o": result.output}
     stated |= {"--trace": result.trace, "--lint": result.lint, "--pareto": result.pareto, "--fastest": job.fastest}
     stated |= {"--precision": job.precision is not Precision.BF16, "--runtime": job.runtime is not Runtime.MEGALOOM}
     for flag in (*(flag for flag, value in stated.items() if value), *map(flag_of, chosen)):
@@ -32,15 +34,23 @@ def check_alone(job: JobOptions, chosen: FixedAxes, result: ResultOptions) -> No
 
 
 def print_opinion(
-    options: RunOptions, job: JobOptions, result: ResultOptions, positional: tuple[str, ...], flags: Sequence[str]
+    options: RunOptions,
+    job: JobOptions,
+    result: ResultOptions,
+    positional: tuple[str, ...],
+    flags: Sequence[str],
+    budget: TokenBudget | None = None,
 ) -> int:
-    """Print the second opinion on a run. Return exit code 2 if the run breaks a rule, else 0."""
+    """Print the second opinion on a run, and what the tokens of a budget take. Return exit code 2 for a broken rule."""
+    from megaloom.dsl.files.outputs import check_output_file
     from megaloom.planner.runs.opinion import second_opinion
     from megaloom.planner.runs.read import read_file
     from megaloom.planner.runs.run import Measured
     from megaloom.planner.runs.text import opinion_text
 
     assert options.path is not None
+    check_output_file(result.html, "--html")
+    check_output_file(options.patch, "--patch")
     given, seconds = options.given(positional, job.gpus, flags), options.seconds()
     run = read_file(options.path, given)
     if seconds is not None:
@@ -49,9 +59,17 @@ def print_opinion(
     if result.as_json:
         from megaloom.planner.runs.to_json import opinion_json
 
-        print(json.dumps(opinion_json(opinion), indent=1))
+        print(json.dumps(opinion_json(opinion, budget), indent=1))
     else:
         print(opinion_text(opinion))
+        print(end=_long_run(opinion, budget))
+    if result.html:
+        from megaloom.planner.report.chrome_trace import write_file
+        from megaloom.planner.runs.page import opinion_page
+
+        write_file(opinion_page(opinion), result.html)
+        if not result.as_json:
+            print(f"\nwrote {result.html}")
     if options.patch:
         from megaloom.planner.runs.patch import write_patch
 
@@ -59,6 +77,21 @@ def print_opinion(
         if not result.as_json:
             print(f"\n{told}")
     return 2 if opinion.broken else 0
+
+
+def _long_run(opinion: Opinion, budget: TokenBudget | None) -> str:
+    """Return what the tokens of a budget take with the run's layout, and with the best one."""
+    from megaloom.planner.report.run_cost import assumed_text, cost_text, training_cost
+
+    if budget is None or opinion.plan is None:
+        return ""
+    plans = {"This run": opinion.plan, "Best": opinion.best}
+    lines = [
+        f"{name + ':':<10}{cost_text(training_cost(plan, opinion.run.model, budget), budget)}"
+        for name, plan in plans.items()
+        if plan is not None
+    ]
+    return "\n" + "".join(f"{line}\n" for line in (*lines, assumed_text(opinion.cluster)))
 
 
 def cluster_of(run: TrainingRun, gpus: str | None) -> Cluster:

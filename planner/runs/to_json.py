@@ -9,15 +9,20 @@ from attrs import asdict
 from megaloom.dsl.facts.parameters import params
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plan_json import layout_to_json
+from megaloom.planner.report.run_cost import cost_json, training_cost
 from megaloom.planner.report.to_json import JSON_VERSION, plan_json
+from megaloom.planner.report.token_budget import TokenBudget
 
 from .opinion import Opinion
 from .run import Measured, TrainingRun
 from .text import edits_of
 
 
-def opinion_json(opinion: Opinion) -> dict[str, Any]:
-    """Return the opinion: what was read, rules broken, prediction, best layout, changes that matter, causes."""
+def opinion_json(opinion: Opinion, budget: TokenBudget | None = None) -> dict[str, Any]:
+    """Return the opinion: what was read, rules broken, prediction, best layout, changes that matter, causes.
+
+    With a budget `tokens` has the days and the money that its tokens take, with the run's layout and with the best.
+    """
     run = opinion.run
     edits = edits_of(opinion, opinion.together)
     judged = {
@@ -39,12 +44,23 @@ def opinion_json(opinion: Opinion) -> dict[str, Any]:
             }
             for edit in (() if isinstance(edits, str) else edits)
         ],
+        "tokens": _long_runs(opinion, budget),
         "causes": [{"cause": cause.words, "seconds": cause.seconds} for cause in opinion.causes],
     }
     broken = [asdict(violation) for violation in opinion.broken]
     return {
         "version": JSON_VERSION,
         "from": {**_read(run), "gpus": str(opinion.cluster), "violations": broken, **judged},
+    }
+
+
+def _long_runs(opinion: Opinion, budget: TokenBudget | None) -> dict[str, Any] | None:
+    if budget is None:
+        return None
+    plans = {"predicted": opinion.plan, "best": opinion.best}
+    return {
+        name: None if plan is None else cost_json(training_cost(plan, opinion.run.model, budget), budget)
+        for name, plan in plans.items()
     }
 
 

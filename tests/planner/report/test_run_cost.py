@@ -128,7 +128,6 @@ REFUSED = [
     (("--within", "30d"), "--within has no effect without --tokens\ngive the tokens to train on: --tokens 1T"),
     (("--price", "2.5"), "--price has no effect without --tokens\ngive the tokens to train on: --tokens 1T"),
     (("--tokens", "1T", "--lint"), "--tokens has no effect with --lint, which searches nothing\ndrop it"),
-    (("--from", "run.sh", "--tokens", "1T"), "--tokens has no effect with --from, which judges one step\ndrop it"),
     (
         ("--tokens", "1T", "--within", "30d", "--pareto"),
         "--pareto shows slower layouts too, and --within asks for the fastest\ndrop one of them",
