@@ -121,6 +121,14 @@ def test_a_model_of_images_has_no_sequence(tmp_path: Path, capsys: pytest.Captur
     assert code == 2 and "[seq]" in err
 
 
+def test_the_fastest_is_chosen_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("llama3-8b", "--gpus", "64xH100", "--seq", "8192", "--batch", "512", "--json")
+    simple, fast = (json.loads(run(*words, *more, capsys=capsys)[1]) for more in ((), ("--fastest",)))
+    assert 0 < simple["slower_than_fastest"] <= 0.01 and fast["slower_than_fastest"] == 0
+    seconds = [found["plans"][0]["predicted"]["step_seconds"] for found in (simple, fast)]
+    assert seconds[0] / seconds[1] - 1 == pytest.approx(simple["slower_than_fastest"])
+
+
 def test_json_is_for_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,6 +173,7 @@ def test_the_command_prints_json(script: Path, capsys: pytest.CaptureFixture[str
     ("args", "message"),
     [
         ((), "does not state the kind of GPU\ngive it: --gpus 16xH100"),
+        (("--gpus", "H100", "--fastest"), "--fastest has no effect with --from"),
         (("--gpus", "H100", "--tp", "2"), "--tp has no effect with --from"),
         (("--gpus", "H100", "--batch", "2"), "--batch has no effect with --from"),
         (("--gpus", "H100", "--env", "X"), "--env must be NAME=VALUE"),

@@ -88,7 +88,7 @@ def options(draw: Random, folder: Path, bases: Path) -> Drawn:
     label, what = EITHER, f"{model} on {gpus}"
     for option in draw.sample(NUMBERS[:8], draw.randrange(4)):
         words += [option, str(draw.choice([1, 2, 2, 3, 4, 8]))]
-    for flag in ("--distributed-optimizer", "--sequence-parallel", "--json", "--pareto"):
+    for flag in ("--distributed-optimizer", "--sequence-parallel", "--json", "--pareto", "--fastest"):
         words += [flag] * (draw.random() < 0.1)
     if draw.random() < 0.4:
         words += ["--shard", draw.choice(["none", "optimizer", "gradients", "weights", "weights"])]
