@@ -14,8 +14,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.workload import Runtime
-from megaloom.planner.cost.measured_memory import held_bytes
-from megaloom.planner.runs.iterations import LogProgram, iterations_of, max_allocated, measured_step
+from megaloom.planner.runs.iterations import LogProgram, allocated_ratio, iterations_of, max_allocated, measured_step
 from megaloom.planner.runs.megatron.log import is_log
 from megaloom.planner.runs.opinion import broken_rules, with_stages
 from megaloom.planner.runs.read import RunInputs, file_text, read_file, read_text
@@ -105,10 +104,6 @@ def observed(run: TrainingRun, measured: Measured, name: str, machine: Cluster) 
         return Pricer(staged, cluster, run.workload, run.profile)
 
     here = pricer(machine)
-    memory = None
-    if measured.nbytes is not None:
-        held = here.price(run.layout).prediction.nbytes
-        memory = measured.nbytes / max(held_bytes(each, "allocated") for each in held)
     return Observed(
         name=name,
         cluster=machine,
@@ -116,7 +111,7 @@ def observed(run: TrainingRun, measured: Measured, name: str, machine: Cluster) 
         run_class=here.cost_cache.job.run_class,
         seconds=measured.seconds,
         seconds_on=lambda cluster: pricer(cluster).price(run.layout).seconds,
-        memory=memory,
+        memory=allocated_ratio(measured, run.layout, here.price(run.layout).prediction.nbytes),
     )
 
 

@@ -28,6 +28,7 @@ from megaloom.planner.simulate.price import Priced
 
 from . import charts
 from .chrome_trace import end_of_step_slices, replay, trace_json, write_file
+from .interval_sentences import interval_text, overflow_text
 from .tables import (
     layout_table,
     next_best_table,
@@ -77,6 +78,7 @@ def plan_page(plan: Plan, model: Model, result: Found | None = None) -> str:
 <h1>{escape(title)}</h1>
 <p>{escape(subtitle)}</p>
 {charts.tiles_html(prediction_table(plan))}
+{"".join(f"<p>{escape(sentence)}</p>" for sentence in (interval_text(plan), overflow_text(plan)) if sentence)}
 {charts.table_html(layout_table(plan))}
 {"".join(_sections(plan, g, priced, result))}</main>
 <div id="tip" role="status" hidden></div>

@@ -7,11 +7,14 @@ of a device.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from statistics import median
 
 from attrs import frozen
+
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.cost.measured_memory import held_bytes
 
 from .run import Measured
 from .words import Origin
@@ -24,7 +27,7 @@ MEGATRON_LINE = re.compile(r"iteration\s+(\d+)\s*/\s*\d+.*elapsed time per itera
 NEMO_LINE = re.compile(r"global_step[=:]\s*(\d+)(?:\.\d+)?\b.*train_step_timing in s[=:]\s*([\d.]+)")
 TITAN_LINE = re.compile(r"step:\s*(\d+)\s+loss:.*\b(?:tps|wps):\s*([\d,]+)")
 BATCH = re.compile(r"global[_ ]batch[_ ]size:\s*(\d+)")
-MEMORY_REPORT = re.compile(r"memory \(MB\).*?max allocated:\s*([\d.]+)")
+MEMORY_REPORT = re.compile(r"(?:\[Rank (\d+)\].*)?memory \(MB\).*?max allocated:\s*([\d.]+)")
 
 
 class LogProgram(StrEnum):
@@ -74,18 +77,44 @@ def _seconds(program: LogProgram, value: float) -> float:
     return value / 1e3 if program is LogProgram.MEGATRON else value
 
 
-def max_allocated(lines: Sequence[str]) -> int | None:
-    """Return the most bytes that tensors took on a rank, as Megatron-LM's reports have them."""
-    most = [float(found[1]) for line in lines if (found := MEMORY_REPORT.search(line))]
-    return int(max(most) * 2**20) if most else None
+@frozen
+class MaxAllocated:
+    """The most bytes that tensors took on a device, and its rank, if that is printed."""
+
+    nbytes: int
+    rank: int | None = None
+
+
+def max_allocated(lines: Sequence[str]) -> MaxAllocated | None:
+    """Return the most memory of those that Megatron-LM's reports have: often they are of a few ranks only."""
+    reports = [
+        MaxAllocated(int(float(found[2]) * 2**20), int(found[1]) if found[1] else None)
+        for line in lines
+        if (found := MEMORY_REPORT.search(line))
+    ]
+    return max(reports, key=lambda report: report.nbytes, default=None)
+
+
+def allocated_ratio(measured: Measured, layout: Layout, ranks: Sequence[Mapping[str, int]]) -> float | None:
+    """Return measured over predicted bytes of tensors, on the pipeline rank that was measured; else on the fullest.
+
+    ranks: predicted memory of each pipeline rank. Ranks of one pipeline rank have consecutive numbers (megatron-core
+    0.16.1, parallel_state.py: initialize_model_parallel, order "tp-cp-ep-dp-pp"). None if memory was not measured.
+    """
+    if measured.nbytes is None:
+        return None
+    if measured.rank is not None and measured.rank < layout.world:
+        ranks = [ranks[measured.rank * layout.pp // layout.world]]
+    return measured.nbytes / max(held_bytes(held, "allocated") for held in ranks)
 
 
 def measured_step(
-    printed: Sequence[Iteration], nbytes: int | None, path: str, batch: int | None = None
+    printed: Sequence[Iteration], most: MaxAllocated | None, path: str, batch: int | None = None
 ) -> Measured | None:
     """Return the median of the printed intervals without warm-up and outliers; None if nothing was printed.
 
-    batch: the batch of the run. Intervals that print another one, as while the batch grows, are left out.
+    most: the memory that the log reports. batch: the batch of the run. Intervals that print another one, as while the
+    batch grows, are left out.
     """
     same = [one for one in printed if batch is None or one.batch in (None, batch)]
     if not same:
@@ -102,4 +131,6 @@ def measured_step(
         lost = sum(one.seconds - usual for one in slow)
         left_out.append(f"{len(slow)} slow intervals (iteration {named}), {lost:.1f} s above the median in all")
     seconds = median(one.seconds for one in counted)
-    return Measured(seconds, len(counted), tuple(left_out), nbytes, Origin(path, counted[0].line_number))
+    nbytes, rank = (most.nbytes, most.rank) if most else (None, None)
+    origin = Origin(path, counted[0].line_number)
+    return Measured(seconds, len(counted), tuple(left_out), nbytes, rank, origin)

@@ -53,6 +53,7 @@ class Measured:
     iterations: int = 1
     left_out: tuple[str, ...] = ()
     nbytes: int | None = None  # most memory that tensors took on a device
+    rank: int | None = None  # of that device; None if the log does not say
     origin: Origin | None = None
 
 

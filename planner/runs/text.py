@@ -11,13 +11,13 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.parameters import params
 from megaloom.dsl.quoting import printable
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.cost.measured_memory import held_bytes
 from megaloom.planner.report.interval_sentences import interval_text, overflow_text
 from megaloom.planner.report.lint import ALL_RULES
 from megaloom.planner.report.units import format_count
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.search.reasons import format_nbytes, format_seconds, peak_nbytes
 
+from .iterations import allocated_ratio
 from .opinion import Opinion
 from .run import Edit, Stated, TrainingRun
 from .words import Origin
@@ -192,10 +192,11 @@ def _measured(opinion: Opinion, plan: Plan) -> Iterator[str]:
     yield "\n" + _row("Measured".ljust(10), f"{format_seconds(measured.seconds)} a step, {what}").replace("  ", "", 1)
     for text in measured.left_out:
         yield _row("left out", text)
-    if measured.nbytes is not None:
-        allocated = max(held_bytes(held, "allocated") for held in plan.predicted.nbytes)
-        off = measured.nbytes / allocated - 1
-        yield _row("memory", f"{format_nbytes(measured.nbytes)} of tensors at most, {off:+.1%} against the prediction")
+    ratio = allocated_ratio(measured, plan.layout, plan.predicted.nbytes)
+    if ratio is not None and measured.nbytes is not None:
+        where = "" if measured.rank is None else f" (rank {measured.rank})"
+        told = f"{format_nbytes(measured.nbytes)} of tensors at most{where}, {ratio - 1:+.1%} against the prediction"
+        yield _row("memory", told)
     if more > 0 and opinion.causes:
         yield f"  The other {format_seconds(more)} may be any of these, by what each would add:"
         for cause in opinion.causes:

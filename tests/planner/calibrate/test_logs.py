@@ -17,11 +17,20 @@ from megaloom.planner.calibrate.cluster_toml import calibrated_toml
 from megaloom.planner.calibrate.logs import LoggedRun, read_logs
 from megaloom.planner.cli.run_options import NO_RUN
 from megaloom.planner.cli.second_opinion import cluster_of
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import plan_from_json, plan_to_json
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.runs.iterations import LogProgram, iterations_of, measured_step
+from megaloom.planner.runs.iterations import (
+    LogProgram,
+    MaxAllocated,
+    allocated_ratio,
+    iterations_of,
+    max_allocated,
+    measured_step,
+)
 from megaloom.planner.runs.opinion import second_opinion
 from megaloom.planner.runs.read import read_file
+from megaloom.planner.runs.run import Measured
 from megaloom.planner.search.pricing import price
 from megaloom.runtime.cli.main import main
 from tests.support.paths import TESTS
@@ -219,3 +228,20 @@ def test_the_help_names_logs_and_options(capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     for word in ("RUN=LOG", "--gpus", "--output", "--env", "--vocab", "--version-of", "--ignore-flag"):
         assert word in text
+
+
+def test_memory_is_compared_on_the_pipeline_rank_that_reports_it() -> None:
+    lines = [
+        "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 90.0 | reserved: 1 |",
+        "[default6]:[Rank 6] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 120.0 | reserved: 1 |",
+        "memory (MB) | allocated: 1.0 | max allocated: 100.0",
+    ]
+    most = max_allocated(lines)
+    assert most == MaxAllocated(120 * 2**20, 6) and max_allocated(lines[2:]) == MaxAllocated(100 * 2**20)
+    assert max_allocated(["memory"]) is None
+    ranks = [{"weights": 200 * 2**20, "allocator": 2**30}, {"weights": 100 * 2**20}]
+    layout = Layout(dp=2, tp=2, pp=2)
+    assert allocated_ratio(Measured(1.0, nbytes=120 * 2**20, rank=6), layout, ranks) == pytest.approx(1.2)
+    assert allocated_ratio(Measured(1.0, nbytes=120 * 2**20, rank=3), layout, ranks) == pytest.approx(0.6)
+    assert allocated_ratio(Measured(1.0, nbytes=120 * 2**20), layout, ranks) == pytest.approx(0.6)
+    assert allocated_ratio(Measured(1.0), layout, ranks) is None
