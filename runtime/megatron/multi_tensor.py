@@ -14,6 +14,8 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import clip_grads, optimizer
 from torch import Tensor
 
+PART = 4096  # elements of a part of a tensor: torch's norm of so few is exact to 1e-7
+
 
 def use_foreach_kernels() -> None:
     """Replace megatron-core's loops over tensors. Functions of Transformer Engine or Apex stay."""
@@ -26,7 +28,19 @@ def use_foreach_kernels() -> None:
 
 def _norm(chunk: int, overflow: Tensor, lists: Sequence[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """Return the 2-norm of all tensors of the first list, a tensor of one element."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
+    on_cpu = lists[0][0].device.type == "cpu"
+    norms = [_norm_on_cpu(x) for x in lists[0]] if on_cpu else torch._foreach_norm(lists[0])
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def _norm_on_cpu(x: Tensor) -> Tensor:
+    """Return the 2-norm of a tensor from the norms of its parts.
+
+    On CPUs torch adds the squares one after the other: of 38 million elements it loses 0.3 % of the norm in fp32.
+    """
+    flat, whole = x.reshape(-1).float(), x.numel() // PART * PART
+    parts = [torch.linalg.vector_norm(flat[:whole].view(-1, PART), dim=1), torch.linalg.vector_norm(flat[whole:])[None]]
+    return torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64).float()
 
 
 def _scale(chunk: int, overflow: Tensor, lists: Sequence[list[Tensor]], factor: float) -> None:

@@ -30,6 +30,11 @@ def _compare() -> list[str]:
     norms = [norm(chunk, overflow, [tensors], False)[0] for norm in (loop_norm, clip_grads.l2_norm_impl)]
     if norms[0].shape != norms[1].shape or not torch.allclose(*norms, rtol=1e-6):
         wrong.append("norm")
+    large = torch.randn(3, 3_000_001, generator=generator)  # torch's norm of so many loses 3e-4
+    norm = clip_grads.l2_norm_impl(chunk, overflow, [[large, *tensors]], False)[0]
+    exact = torch.linalg.vector_norm(torch.cat([x.double().ravel() for x in (large, *tensors)]))
+    if not torch.allclose(norm.double(), exact, rtol=1e-6):
+        wrong.append("norm of many elements")
     for in_place in (True, False):
         results = []
         for scale in (loop_scale, clip_grads.multi_tensor_scale_impl):
