@@ -42,7 +42,7 @@ def chosen_launch(launches: Sequence[Launch], command: str | None, path: str) ->
     UserError that lists the commands if there are several.
     """
     different = list({_signature(launch): launch for launch in reversed(launches)}.values())[::-1]
-    candidates = [launch for launch in different if trains_gpt(launch.program)] or different
+    candidates = [launch for launch in different if trains_gpt(launch.program)] or different[:1]
     number = int(command) if command is not None and command.isdecimal() else None
     if command is not None:
         if number is None or not 1 <= number <= len(candidates):

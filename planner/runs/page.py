@@ -15,7 +15,7 @@ from megaloom.planner.report.text import breakdown_title
 from .opinion import Opinion
 from .text import opinion_text
 
-OWN, BEST, CHANGED = "this run", "best", "with these changes"
+OWN_COLUMN, BEST_COLUMN, CHANGED_COLUMN = "this run", "best", "with these changes"
 
 
 def opinion_page(opinion: Opinion) -> str:
@@ -28,9 +28,9 @@ def opinion_page(opinion: Opinion) -> str:
 
 
 def _plans(opinion: Opinion) -> dict[str, Plan]:
-    found = {OWN: opinion.plan, CHANGED: opinion.together, BEST: opinion.best}
+    found = {OWN_COLUMN: opinion.plan, CHANGED_COLUMN: opinion.together, BEST_COLUMN: opinion.best}
     if opinion.together is not None and opinion.best is not None and opinion.together.layout == opinion.best.layout:
-        del found[CHANGED]
+        del found[CHANGED_COLUMN]
     return {name: plan for name, plan in found.items() if plan is not None}
 
 

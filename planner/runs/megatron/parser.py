@@ -192,7 +192,9 @@ def _find(name: str) -> Flag | str:
     if name in flags:
         return flags[name]
     if name.startswith("--") and len(name) > 2:
-        found = {flag.dest: flag for known, flag in flags.items() if known.startswith(name)}
+        every = {flag.dest: flag for known, flag in flags.items() if known.startswith(name)}
+        of_forks = {flag.dest for flag in (*FRAMEWORK_FLAGS, *FORK_FLAGS)}
+        found = {dest: flag for dest, flag in every.items() if dest not in of_forks} or every
         if len(found) == 1:
             return next(iter(found.values()))
         if found:

@@ -112,9 +112,17 @@ def trouble_text(trouble: list[Trouble]) -> str:
             f"time or memory: {names}; `--ignore-flag {EVERY_UNKNOWN}` reads the run as if they were not there"
         )
     asked = dict.fromkeys(one.name for cause in trouble for one in cause.asked if one.kind == "variable")
+    positions = {one.name for cause in trouble for one in cause.asked if one.kind == "positional"}
+    if positions:
+        needed = ", ".join(sorted(positions, key=_place))
+        lines.append(f"give the script's arguments after all options, as in `-- FIRST SECOND`; it needs {needed}")
     if asked:
         lines.append(f"give {' '.join(f'--env {name}=…' for name in asked)}")
     return "\n".join(lines)
+
+
+def _place(name: str) -> int:
+    return int(name) if name.isdecimal() else 0
 
 
 def _absent(a: Arguments, version: str) -> Iterator[Trouble]:

@@ -82,3 +82,13 @@ def test_the_option_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert "tp 2" in capsys.readouterr().out
     assert main(["llama3-8b", "--command", "2"]) == 2
     assert "--command has no effect without --from" in capsys.readouterr().err
+
+
+def test_arguments_of_the_script_are_asked_for_by_their_places() -> None:
+    text = f"{TRAIN} --tensor-model-parallel-size $2 --pipeline-model-parallel-size ${{10}}"
+    assert refusal(text).endswith("after all options, as in `-- FIRST SECOND`; it needs 2, 10")
+
+
+def test_several_commands_of_which_none_trains_a_gpt_are_refused_by_the_first() -> None:
+    text = "\n".join(f"python tasks/main.py {MODEL} --task {task}" for task in ("LAMBADA", "WIKITEXT103"))
+    assert refusal(text).endswith("main.py trains a classifier, or evaluates; only training of GPT is read")

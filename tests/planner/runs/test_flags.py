@@ -100,7 +100,7 @@ def test_the_last_of_several_wins_and_prefixes_are_found() -> None:
         ("--bf16=1", "--bf16 takes no value"),
         ("--normalization GroupNorm", "--normalization must be one of LayerNorm, RMSNorm"),
         ("--rampup-batch-size 1 2", "--rampup-batch-size needs 3 values"),
-        ("--noop-layers 3", "--noop-layers is not a known flag"),
+        ("--no-such-layers 3", "--no-such-layers is not a known flag"),
         ("hello", "a word that belongs to no flag"),
     ],
 )

@@ -130,3 +130,21 @@ def test_a_published_model_is_the_example_with_all_its_parameters(name: str, exa
 @pytest.mark.parametrize("name", ["org/qwen3-9b", "gpt2", "llama3", "", "/"])
 def test_other_names_are_no_published_model(name: str) -> None:
     assert published_model(name) is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--xielu", "this activation, which has weights of its own, is not read"),
+        ("--moe-num-experts 64", "experts of MegaBlocks are not modelled"),
+        ("--activations-checkpoint-method uniform", "use --recompute-granularity and --recompute-method"),
+        ("--enable-zb-runtime", "schedules without bubbles are not modelled"),
+    ],
+)
+def test_flags_of_forks_that_matter_are_refused_with_the_reason(flag: str, message: str) -> None:
+    rest = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --bf16"
+    text = f"torchrun --nproc_per_node 8 pretrain_gpt.py {MODEL} {rest} --tokenizer-type NullTokenizer"
+    harmless = f"{text} --use-mpi --wandb-name x --use-z-loss --goldfish-loss --goldfish-k 50"
+    assert [note.text for note in run(harmless).notes if "the loss" in note.text]
+    with pytest.raises(UserError, match=message):
+        run(f"{text} {flag}")
