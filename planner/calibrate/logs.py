@@ -71,15 +71,19 @@ def _logged(run_path: str | None, path: str, given: RunInputs, cluster_of: Clust
         raise UserError(
             f"{path} has no iterations that are understood\nlogs of {', '.join(LogProgram)} print the time of each"
         )
-    if run_path is not None:
-        run = read_file(run_path, given)
-    elif is_log(text):
-        run = read_text(text, path, evolve(given, devices=None))  # it states their number
-    else:
+    if run_path is None and not is_log(text):
         raise UserError(
             f"{path} is a log of {program}, which does not state its model and layout\n"
             f"give the file that started it before it: RUN={path}"
         )
+    try:
+        if run_path is None:
+            run = read_text(text, path, evolve(given, devices=None))  # a log states their number
+        else:
+            run = read_file(run_path, given)
+    except UserError as error:
+        named = run_path or path
+        raise error if named in str(error) else UserError(f"{named}: {error}") from None
     if run.runtime is not Runtime.MEGATRON:
         raise UserError(f"{run_path} is a plan for `megaloom train`\ncalibration takes runs of Megatron-core")
     machine = cluster_of(run)

@@ -165,6 +165,7 @@ def test_iterations_of_another_batch_do_not_count() -> None:
         ([NAMES[0], "no.log"], "no.log has no iterations that are understood"),
         ([NAMES[0], "text.bin"], "text.bin has no iterations that are understood"),
         ([NAMES[0], "titan.log"], "titan.log is a log of torchtitan, which does not state its model and layout"),
+        ([NAMES[0], "vocab.log"], "vocab.log: the vocabulary is not stated"),
         ([NAMES[0], "h100.log"], "h100.log ran on H100, not on B200"),
         ([NAMES[0], "illegal.log"], "illegal.log: "),
         ([NAMES[0], "batch.log"], "batch.log has no iterations with the run's batch of 8"),
@@ -178,6 +179,7 @@ def test_bad_logs_get_one_sentence(
     Path("text.bin").write_bytes(bytes(range(256)))
     Path("titan.log").write_text("".join(TITAN.format(step=n, tps=700) for n in range(1, 12)))
     Path("h100.log").write_text("| 0  NVIDIA H100 80GB HBM3 On |\n" + text)
+    Path("vocab.log").write_text("".join(line for line in text.splitlines(True) if "vocab_size" not in line))
     Path("illegal.log").write_text(re.sub(r"(seq_length \.+) 4096", r"\1 4095", text))
     Path("batch.log").write_text(re.sub(r"(global_batch_size \.+) 16", r"\1 8", text))
     assert main(["calibrate", *argv, "--gpus", "B200", "-o", "ours.toml"]) == 2
