@@ -5,8 +5,8 @@
 
 TARGET is a program, FOLDER its source at a release that the export is for, then the Python that has its packages, if
 that is another one; `installed` takes the package of this Python. For every model of the catalogue that the target can
-express, the best plan for 64 H100 is exported and read by a starter (see `starters`), which runs the target's own
-checks of its arguments up to where it would train. The table has how many started, and why others were refused. The
+express, the best plan for 64 H100, or 1,024, is exported and read by a starter (see `starters`), which runs the own
+checks of the target, up to where it would train. The table has how many started, and why others were refused. The
 exit code is 1 if any was refused.
 """
 
@@ -38,6 +38,7 @@ from megaloom.planner.search.search import plan
 
 STARTERS = Path(__file__).parent / "starters"
 TOKENS = 4096  # of a sequence, where a model has no learned positions
+CLUSTERS = ("64xH100", "1024xH100")  # the second for models that do not fit the first
 LIMIT = 1800  # seconds for all exports of a target
 FAKE_TORCHRUN = '#!/bin/bash\nprintf "%s\\0" "$@" > "$WORDS"\nenv -0 > "$WORDS.env"\n'
 
@@ -76,7 +77,7 @@ JUDGED = {
 }
 
 
-def plans(target: Target, gpus: str) -> Iterator[tuple[str, Plan, Model]]:
+def plans(target: Target) -> Iterator[tuple[str, Plan, Model]]:
     """Yield the plan of each model that a target can express, and its model; of several attempts, the first."""
     for name in examples():
         model, ref = find(name)
@@ -86,25 +87,38 @@ def plans(target: Target, gpus: str) -> Iterator[tuple[str, Plan, Model]]:
             continue
         work = Workload(seq=positions or TOKENS, batch=512, precision=Precision.BF16)
         for fixed in JUDGED[target].fixed:
-            try:
-                made = cut_for(target, best_plan(ref, gpus, work, tuple(fixed.items()), JUDGED[target].runtime), model)
-                export_plan(made, model, target)
-            except UserError:
-                continue
-            yield name, made, model
-            break
+            found = best_plan(ref, work, tuple(fixed.items()), JUDGED[target].runtime)
+            made = found and exportable(found, model, target)
+            if made:
+                yield name, made, model
+                break
+
+
+def exportable(found: Plan, model: Model, target: Target) -> Plan | None:
+    """Return the plan with the stages that a target needs; None if the target cannot express it."""
+    try:
+        made = cut_for(target, found, model)
+        export_plan(made, model, target)
+    except UserError:
+        return None
+    return made
 
 
 @cache
-def best_plan(ref: str, gpus: str, work: Workload, fixed: tuple[tuple[str, Any], ...], runtime: Runtime) -> Plan:
-    """Return the plan of a search; targets with equal choices share it."""
-    return plan(find(ref)[0], cluster(gpus), work, ref=ref, fixed=dict(fixed), runtime=runtime).best
+def best_plan(ref: str, work: Workload, fixed: tuple[tuple[str, Any], ...], runtime: Runtime) -> Plan | None:
+    """Return the plan of a search on the smallest of the clusters that it fits; targets with equal choices share it."""
+    for gpus in CLUSTERS:
+        try:
+            return plan(find(ref)[0], cluster(gpus), work, ref=ref, fixed=dict(fixed), runtime=runtime).best
+        except UserError:
+            continue
+    return None
 
 
-def write_exports(target: Target, gpus: str, folder: Path) -> list[Path]:
+def write_exports(target: Target, folder: Path) -> list[Path]:
     """Write the exports of a target into a folder, each with the facts that its launcher sets; return their paths."""
     paths = []
-    for name, made, model in plans(target, gpus):
+    for name, made, model in plans(target):
         path = folder / f"{name}{JUDGED[target].suffix}"
         path.write_text(export_plan(made, model, target), encoding="utf-8")
         facts: dict[str, Any] = {"processes": made.cluster.count, "words": [], "environment": {}}
@@ -142,7 +156,6 @@ def verdicts(target: Target, folder: str, python: str, exports: Sequence[Path]) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="+", metavar="TARGET=FOLDER[,PYTHON]")
-    parser.add_argument("--gpus", default="64xH100")
     options = parser.parse_args()
     refused = 0
     for one in options.targets:
@@ -152,7 +165,7 @@ def main() -> int:
         source = source if source == "installed" else str(Path(source).expanduser().resolve())
         print(f"{target.program} at {source}", flush=True)
         with tempfile.TemporaryDirectory() as made:
-            exports = write_exports(target, options.gpus, Path(made))
+            exports = write_exports(target, Path(made))
             found = verdicts(target, source, os.path.expanduser(python) or sys.executable, exports)
         for path in exports:
             verdict, why = found.get(path.name, ("refused", "the starter ended before it"))

@@ -17,7 +17,7 @@ from typing import Any
 KERNELS = """transformer_engine apex triton flash_attn mamba_ssm causal_conv1d fla flashinfer fast_hadamard_transform
 modelopt nvidia_resiliency_ext megatron.energon grouped_gemm deep_ep"""
 OTHERS = """wandb mlflow comet_ml tensorboard datasets peft diffusers timm qwen_vl_utils sentencepiece mistral_common
-open_clip torchdata tiktoken"""
+open_clip tiktoken"""
 
 
 class _Value:

@@ -34,6 +34,7 @@ from .target import TRAIN_INSTEAD, Target, refuse
 from .torchtitan_flavors import FLAVORS, Flavor, find_flavor
 from .whole_layers import StageLayers, recomputed_layers, stage_layers
 
+RING = "alltoall"  # keys and values go around a ring, a part at a time, as the plan has it
 ACTIVE_CHUNKS = 3  # max_active_stages of torch's pipelining/schedules.py
 TORCH_DTYPES = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
 
@@ -189,6 +190,8 @@ def _parallelism(plan: Plan, stages: tuple[StageLayers, ...]) -> Iterator[tuple[
     yield "fsdp_reshard_after_forward", _reshard_after_forward(x, x.microbatches(plan.workload.batch))
     yield "tensor_parallel_degree", x.tp
     yield "context_parallel_degree", x.cp
+    if x.cp > 1:
+        yield "context_parallel_rotate_method", RING  # its default gathers all keys and values
     yield "expert_parallel_degree", x.ep
     yield "expert_tensor_parallel_degree", x.etp if x.ep > 1 else 1
     yield "pipeline_parallel_degree", x.pp

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.planner.export.megatron_lm import model_options
 from megaloom.planner.export.target import Target
+from megaloom.planner.export.torchtitan import RING
 from megaloom.planner.export.torchtitan_flavors import Flavor, named_flavor
 from megaloom.planner.runs.settings.torchtitan_stages import stage_words
 from megaloom.planner.runs.words import Word
@@ -32,6 +33,9 @@ def torchtitan_words(words: tuple[Word, ...], path: str, devices: int | None) ->
     yield from _model(options, flavor)
     for name, flag in _PLAIN_DEGREES:
         yield from _valued(flag, options.get(name))
+    rotate = options.get("parallelism.context_parallel_rotate_method")
+    if _number(options, _CP, 1) > 1 and (rotate is None or rotate.text != RING):
+        yield from _valued("--cp-comm-type", evolve(rotate or options[_CP], text="all_gather"))
     tp = options.get("parallelism.tensor_parallel_degree")
     if tp is not None and tp.text != "1":
         yield Word("--sequence-parallel", tp.origin)  # torchtitan's plan for tp always shards the norms' inputs
