@@ -22,6 +22,7 @@ from .read import RunInputs, file_text, read_text
 from .run import Edit
 from .text import edit_text, edits_of
 from .words import Word
+from .yaml_patch import insert_key, replace_key
 
 NO_NEWLINE = "\\ No newline at end of file\n"
 
@@ -57,8 +58,10 @@ def write_patch(opinion: Opinion, given: RunInputs, output: str) -> str:
 def patched(text: str, path: str, edits: Sequence[Edit]) -> tuple[str, list[Edit]]:
     """Return the text with the changes that stand literally in it, and the changes that do not."""
     lines, left = text.splitlines(keepends=True), []
+    is_yaml = Path(path).suffix.lower() in (".yaml", ".yml")
+    replace, insert = (replace_key, insert_key) if is_yaml else (_replace, _insert)
     for edit in sorted(edits, key=lambda edit: bool(not edit.old)):
-        if not (_replace(lines, path, edit) if edit.old else _insert(lines, path, edit)):
+        if not (replace if edit.old else insert)(lines, path, edit):
             left.append(edit)
     return "".join(lines), left
 
