@@ -77,6 +77,7 @@ class CostTable:
     recompute_rows: Rows | None = None
     recompute_blocks: int = 0
     units: WeightUnits | None = None  # where weights or gradients are sharded over data-parallel ranks
+    ending: int = 0  # transient bytes at the end of the last backward pass, beside sharded gradients of all weights
     known_sums: dict[tuple[int, ...], Any] = field(factory=dict, init=False)  # of segments, by cut points and columns
 
     @property
@@ -189,6 +190,7 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
         recompute_rows=recomputed,
         recompute_blocks=layout.recompute_layers,
         units=units,
+        ending=units.ending_nbytes(structure, layout, job) if units else 0,
     )
 
 

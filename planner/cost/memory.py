@@ -104,6 +104,7 @@ class StageMemory:
     workspace: int  # transient bytes of a backward pass
     library: int  # bytes of libraries and receive buffers, for the whole run
     loss: int  # transient bytes of the loss; 0 if another stage has it
+    ending: int = 0  # transient bytes at the end of the last backward pass
 
 
 @frozen
@@ -153,18 +154,20 @@ def rank_peaks(
 ) -> RankPeaks:
     """Return the peak memory of each pipeline rank over these moments and the optimizer's step.
 
-    sizes: params, expert_params, frozen_params, saved and library of `StageMemory`, [stages, 5]. workspace, loss:
-    transient bytes of a backward pass and of the loss. copy_groups: as in `Partition`, [ranks]. Gradient reduction and
-    weight gather need no more than their buffers, which are part of the state. Of moments with equal bytes the first
-    one counts, the optimizer's step before all.
+    sizes: params, expert_params, frozen_params, saved, library and ending of `StageMemory`, [stages, 6]. workspace,
+    loss: transient bytes of a backward pass and of the loss. copy_groups: as in `Partition`, [ranks]. Gradient
+    reduction and weight gather need no more than their buffers, which are part of the state. The end of the last
+    backward pass counts as part of the optimizer's step. Of moments with equal bytes the first one counts, that step
+    before all.
     """
-    chunks = sizes.T.reshape(5, layout.vpp, layout.pp)
-    (params, experts, fixed), saved, library = chunks[:3].sum(axis=1), chunks[3], chunks[4]
+    chunks = sizes.T.reshape(6, layout.vpp, layout.pp)
+    (params, experts, fixed), (saved, library, ending) = chunks[:3].sum(axis=1), chunks[3:]
     state = rank_state(params, experts, layout, job, fixed)
     ranks, count = moments.loss.shape
     activations, passing, logits = np.zeros((3, ranks, count + 1))  # the last moment is the optimizer's step
     activations[:, :-1] = (moments.in_flight @ saved.T[..., None])[..., 0]
-    passing[:, :-1], passing[:, -1], logits[:, :-1] = workspace * moments.backward, state.step, loss * moments.loss
+    passing[:, :-1], logits[:, :-1] = workspace * moments.backward, loss * moments.loss
+    passing[:, -1] = state.step + ending.max(axis=0)
     passing += library.max(axis=0)[:, None]
     groups = job.cluster.outer.group_nbytes * np.asarray(copy_groups)
     reserved = communication.reserved_bytes(layout, job.cluster, job.profile) + groups + np.zeros(ranks)

@@ -49,6 +49,7 @@ class StageSizes:
     received: Indices  # [cut points] bytes that a stage that begins there receives and saves
     buffers: Indices  # [cut points] bytes of the p2p buffers of a stage that begins there
     library: int  # bytes that libraries hold
+    ending: int = 0  # transient bytes at the end of the last backward pass
 
 
 @frozen(eq=False, slots=False)
@@ -67,6 +68,7 @@ class MemoryLimit:
     receive_buffers: FloatVector  # [cut points] of a stage that begins there; a rank has the largest of its chunks'
     fixed: float  # libraries, and what no tensor holds
     limit: float  # bytes of each rank
+    ending: float = 0.0  # what each rank holds beside `at_step`, at the end of the last backward pass
 
     @property
     def ranks(self) -> int:
@@ -103,7 +105,7 @@ class MemoryLimit:
             buffers = self.receive_buffers[start].reshape(stages.shape[1:]).max(axis=0)
         state, at_step = stages[:2].sum(axis=1)
         activations = (self.in_flight @ stages[2].transpose(1, 0, 2) + self.transient[..., None]).max(axis=1)
-        peaks: Rows = (np.maximum(state + activations, at_step) + buffers + self.fixed).T
+        peaks: Rows = (np.maximum(state + activations, at_step + self.ending) + buffers + self.fixed).T
         return peaks
 
     @cached_property
@@ -150,7 +152,9 @@ class MemoryLimit:
             (n, transient): (self.state + n * self.saved).farthest(share - transient / self.chunks - n * self.received)
             for n, transient in {*moments}
         }
-        latest: Indices = np.minimum([ends[moment] for moment in moments], self.at_step.farthest(share))
+        latest: Indices = np.minimum(
+            [ends[moment] for moment in moments], self.at_step.farthest(share - self.ending / self.chunks)
+        )
         return latest[:, :-1]
 
     @property
@@ -165,7 +169,7 @@ class MemoryLimit:
         for k, (in_flight, transient) in enumerate(each_rank):
             begin = smallest if k else 0
             free, received = limit - float(self.receive_buffers[begin]), float(self.received[begin])
-            ends = [self.at_step.farthest_from(done, free)]
+            ends = [self.at_step.farthest_from(done, free - self.ending)]
             for n, nbytes in {*zip(in_flight, transient, strict=True)} - {(0.0, 0.0)}:
                 ends.append((self.state + n * self.saved).farthest_from(done, free - nbytes - n * received))
             done = min(ends)
@@ -179,7 +183,7 @@ class MemoryLimit:
         moments = {*zip(self.in_flight[k, :, 0].tolist(), self.transient[k].tolist(), strict=True)}
         most = [a for a in moments if not any(a != b and a[0] <= b[0] and a[1] <= b[1] for b in moments)]
         live = [(self.state + n * self.saved, free - transient - n * self.received) for n, transient in most]
-        return [(self.at_step, free), *live]
+        return [(self.at_step, free - self.ending), *live]
 
     def infeasible_under(self, seconds: SegmentSums, cap: float) -> bool:
         """Return True only if no partition fits whose stages take at most `cap` seconds.
@@ -229,6 +233,7 @@ def memory_limit(sizes: StageSizes, layout: Layout, job: Job, limit: float) -> M
         transient=memory.rank_memory(0, 0, 0, sizes.transient),
         received=memory.rank_memory(0, sizes.received.astype(float), 1, 0),
         receive_buffers=memory.rank_memory(0, 0, 0, sizes.buffers.astype(float)),
+        ending=memory.rank_memory(0, 0, 0, sizes.ending),
         fixed=memory.rank_memory(reserved, 0, 0, sizes.library),
         limit=limit,
     )

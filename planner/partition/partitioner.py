@@ -111,8 +111,9 @@ class PartitionProblem:
         params, experts, fixed, saved = (segment_sums(self.table, cuts, [column]) for column in columns)
         received, buffers, moments = self.received[cuts], self.p2p_buffers[cuts], self.moments
         transient = self.table.workspace * moments.backward + self.table.loss * moments.loss
-        library = self.table.library
-        sizes = StageSizes(params, experts, fixed, saved, moments.in_flight, transient, received, buffers, library)
+        library, ending = self.table.library, self.table.ending
+        held = (params, experts, fixed, saved)
+        sizes = StageSizes(*held, moments.in_flight, transient, received, buffers, library, ending)
         return memory_limit(sizes, self.layout, self.job, self.memory_limit)
 
     @property
@@ -205,25 +206,29 @@ class Partition:
             StageMemory(
                 *(dense, experts, fixed, saved, self.problem.table.workspace, library),
                 loss=self.problem.table.loss * (stop == self.bounds[-1]),
+                ending=ending,
             )
-            for stop, (dense, experts, fixed, saved, library) in zip(self.bounds[1:], self._sizes.tolist(), strict=True)
+            for stop, (dense, experts, fixed, saved, library, ending) in zip(
+                self.bounds[1:], self._sizes.tolist(), strict=True
+            )
         ]
 
     @cached_property
     def _sizes(self) -> NDArray[np.int64]:
-        """Return `params`, `expert_params`, `frozen_params`, `saved` and `library` of each stage: [stages, 5].
+        """Return what `memory.rank_peaks` reads of each stage: [stages, 6].
 
         A weight that several nodes of a rank share is there once.
         """
         sums, problem, begin = self.stage_sums, self.problem, np.array(self.bounds[:-1])
         table = problem.table
-        out = np.empty((len(sums), 5), dtype=np.int64)
+        out = np.empty((len(sums), 6), dtype=np.int64)
         out[:, :4] = sums[:, [*ELEMENTS, CostColumn.SAVED]]
         if table.shared_elements:
             repeated = table.structure.repeated_elements(table.shared_elements, self.bounds, self.layout.pp)
             out[:, 0], out[:, 2] = out[:, 0] - repeated[True], out[:, 2] - repeated[False]
         out[:, 3] += problem.received[begin]
         out[:, 4] = table.library + problem.p2p_buffers[begin]
+        out[:, 5] = table.ending
         return out
 
     @property

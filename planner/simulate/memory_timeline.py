@@ -33,7 +33,7 @@ class MemoryTrack:
     library: int  # libraries and receive buffers, for the whole step
     workspace: int  # transient, during a backward pass
     loss: int  # transient, from the end of the last stage's forward pass to its backward pass
-    stepping: int  # transient, during the optimizer's step
+    stepping: int  # transient, during the optimizer's step, or at the end of the last backward pass
     saved: tuple[int, ...]  # by chunk, from the start of a forward pass to the end of its backward pass
 
     def level(self, saved: int, transient: int) -> int:
@@ -56,7 +56,7 @@ def memory_tracks(priced: Priced) -> tuple[MemoryTrack, ...]:
                 library=max(s.library for s in mine),
                 workspace=max(s.workspace for s in mine),
                 loss=mine[-1].loss,
-                stepping=state.step,
+                stepping=state.step + max(s.ending for s in mine),
                 saved=tuple(s.saved for s in mine),
             )
         )

@@ -170,6 +170,7 @@ class ShardedWeightSettings:
         1.0, "seconds of a gather or reduction beside computation since Hopper, of its seconds alone", unit="times"
     )
     keeps_gradients: bool = setting(False, "shards of gradients stay from one step to the next")
+    holds_first_unit: bool = setting(False, "gradients of the first unit are counted at the end of the backward pass")
     narrow_shard_nbytes: int = setting(
         0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"
     )

@@ -84,14 +84,14 @@ def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: 
     m, layout = pp * rounds, Layout(pp=pp, vpp=vpp)
     rank = data.draw(st.integers(0, pp - 1))
     sizes = data.draw(st.lists(st.integers(0, 10**6), min_size=vpp, max_size=vpp))
-    stages = np.zeros((vpp, pp, 5), dtype=np.int64)
+    stages = np.zeros((vpp, pp, 6), dtype=np.int64)
     stages[:, rank, 3] = sizes
     moments = schedules.memory_moments(pp, vpp, m)
     nbytes = most = 0
     for step in timeline.rank_order(rank, pp, vpp, m):
         nbytes += sizes[step.stage // pp] * (-1 if step.backward else 1)
         most = max(most, nbytes)
-    peaks = memory.rank_peaks(stages.reshape(-1, 5), 0, 0, moments, layout, JOB).each
+    peaks = memory.rank_peaks(stages.reshape(-1, 6), 0, 0, moments, layout, JOB).each
     assert peaks[rank].held["activations"] == most
 
 
@@ -104,10 +104,10 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
     m = (group or pp) * rounds + data.draw(st.integers(0, pp - 1)) * (vpp == 1)
     layout = Layout(pp=pp, vpp=vpp, microbatch_group=group)
     saved = data.draw(st.lists(size, min_size=vpp, max_size=vpp))
-    library, workspace, loss = data.draw(size), data.draw(size), data.draw(size)
-    stages = np.zeros((vpp, pp, 5), dtype=np.int64)
-    stages[:, rank] = [(1, 0, 0, n, library) for n in saved]
-    in_flight, alive = 0, {"optimizer step": library + vpp * OWN.optimizer.step_held_nbytes}
+    library, workspace, loss, ending = (data.draw(size) for _ in range(4))
+    stages = np.zeros((vpp, pp, 6), dtype=np.int64)
+    stages[:, rank] = [(1, 0, 0, n, library, ending) for n in saved]
+    in_flight, alive = 0, {"optimizer step": library + vpp * OWN.optimizer.step_held_nbytes + ending}
     for step in timeline.rank_order(rank, pp, vpp, m, group):
         name = f"micro-batch {step.microbatch}"
         if step.backward:
@@ -122,7 +122,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
             if step.stage == pp * vpp - 1:
                 alive[f"loss of {name}"] = in_flight + loss + library
     moments = schedules.memory_moments(pp, vpp, m, group)
-    result = memory.rank_peaks(stages.reshape(-1, 5), workspace, loss, moments, layout, JOB).each[rank]
+    result = memory.rank_peaks(stages.reshape(-1, 6), workspace, loss, moments, layout, JOB).each[rank]
     passing = sum(result.held[what] for what in ("activations", "workspace", "logits"))
     assert passing == max(alive.values()) == alive[result.moment]
 

@@ -17,7 +17,7 @@ from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner import cluster
-from megaloom.planner.contract.choices import Reshard, Shard
+from megaloom.planner.contract.choices import Recompute, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
@@ -33,6 +33,7 @@ from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.cost.profiles.frameworks import MEGATRON
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import plan as search
+from megaloom.planner.simulate.memory_timeline import memory_tracks
 
 MODELS = {
     "dense": llama("dense", layers=4, heads=8, kv_heads=4, embed=256, ff=512, vocab=2048),
@@ -185,3 +186,21 @@ def test_with_one_micro_batch_gradients_come_after_the_fullest_moment() -> None:
     assert held_bytes(held, "allocated") / 2**30 == pytest.approx(100.5, rel=0.03)
     assert held["gradients"] == 0
     assert priced.price(Layout(dp=2, micro_batch=2, shard="gradients")).prediction.nbytes[0]["gradients"] > 0
+
+
+@pytest.mark.parametrize(("batch", "allocated"), [(8, 62.83), (16, None)])
+def test_the_first_units_gradients_are_held_when_the_backward_pass_ends(batch: int, allocated: float | None) -> None:
+    """Llama 3 8B on two H100, 2,048 tokens, micro-batch 4, 29 of 32 blocks recomputed: torch allocated 62.83 GiB."""
+    work, x = Workload(seq=2048, batch=batch), {"dp": 2, "micro_batch": 4, "shard": "weights"}
+    priced = Pricer(graph(find("llama3-8b")[0]), cluster("2xH100"), work).price(
+        Layout(**x, recompute=Recompute.FULL, recompute_layers=29)
+    )
+    table, (peak,) = priced.partition.problem.table, priced.partition.rank_peaks[:1]
+    assert table.ending == (0 if allocated is None else 6 * 128256 * 4096)
+    if allocated is not None:
+        assert peak.moment == "optimizer step"
+        assert held_bytes(priced.prediction.nbytes[0], "allocated") / 2**30 == pytest.approx(allocated, rel=0.002)
+    cuts = priced.partition.problem.cut_points.searchsorted(priced.partition.bounds)
+    assert priced.partition.problem.limits.rank_peaks(cuts[None])[0].max() == pytest.approx(peak.nbytes, rel=1e-9)
+    levels = [track.level(0, track.stepping) for track in memory_tracks(priced)]
+    assert allocated is None or max(levels) == pytest.approx(peak.nbytes, rel=1e-9)

@@ -50,7 +50,9 @@ def cases(draw: st.DrawFn, several: bool = True) -> Case:
     received = np.array([0.0, *draw(st.lists(st.sampled_from([1.0, 1.0, 2.0]), min_size=size, max_size=size))])
     buffers = draw(st.sampled_from([0.0, 3.0])) * np.maximum(1, received)
     at_step = draw(st.sampled_from([1.0, 1.5, 3.0])) * state
-    limit = MemoryLimit(state, at_step, saved, in_flight, transient, received, buffers, fixed=1.0, limit=1.0)
+    ending = draw(st.sampled_from([0.0, 4.0]))
+    held = (state, at_step, saved, in_flight, transient, received, buffers)
+    limit = MemoryLimit(*held, fixed=1.0, limit=1.0, ending=ending)
     even = balance(seconds, ranks * chunks)
     assert even is not None
     most = limit.rank_peaks(np.array(even)[None]).max()  # with less room than this, another cut must do
