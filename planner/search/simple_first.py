@@ -25,7 +25,8 @@ NEAR_RATIO = 1.01  # a layout that is at most this much slower than the fastest 
 def simplicity_order(x: Layout, cluster: Cluster) -> tuple[float, ...]:
     """Return a key that orders layouts by simplicity, the simplest first; each number decides where those before tie.
 
-    1. Axes in use of tp, pp, cp, ep and etp. Data parallelism is free, and model chunks (vpp) come third.
+    1. Axes in use of tp, pp, cp, ep and etp; sharded gradients or weights count as one more, for they communicate in each
+       pass. Plain data parallelism is free, and model chunks (vpp) come third.
     2. Whether tensor-parallel ranks, of dense layers or of experts, are in more than one node.
     3. vpp. 4. cp. 5. Recompute: none before selective before full; fewer modules; fewer blocks of each stage.
     6. Degrees, vpp and the micro-batch size that are not powers of two.
@@ -34,7 +35,8 @@ def simplicity_order(x: Layout, cluster: Cluster) -> tuple[float, ...]:
     across = cluster.nodes > 1 and any(cluster.per_node % tp for tp in (x.tp, x.etp))
     blocks = (x.recompute_layers or inf) if x.recompute is Recompute.FULL else 0
     odd = sum(map(_odd, (*degrees, x.vpp, x.micro_batch)))
-    return sum(n > 1 for n in degrees), across, x.vpp, x.cp, x.recompute, len(x.recomputed_modules), blocks, odd
+    axes = sum(n > 1 for n in degrees) + x.fsdp
+    return axes, across, x.vpp, x.cp, x.recompute, len(x.recomputed_modules), blocks, odd
 
 
 def _odd(degree: int) -> bool:
@@ -51,7 +53,8 @@ def preference(priced: Priced) -> tuple[float, ...]:
 def simplicity_words(x: Layout, cluster: Cluster) -> tuple[str, ...]:
     """Return in words what each number of `simplicity_order` counts; a name ends in a colon if it is said once."""
     degrees = {"tp": x.tp, "pp": x.pp, "cp": x.cp, "ep": x.ep, "etp": x.etp}
-    axes = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "dp alone"
+    used = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    axes = ", ".join([*used, f"shard {x.shard}"] if x.fsdp else used) or "dp alone"
     tensor = f"tp {x.tp}" if x.tp >= x.etp else f"etp {x.etp}"
     where = "across nodes" if simplicity_order(x, cluster)[1] else "within a node"
     odd = degrees | {"vpp": x.vpp, "mbs": x.micro_batch}
