@@ -8,7 +8,7 @@ import pytest
 
 from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama3_8b
-from megaloom.planner.contract.choices import ModuleSet, Recompute
+from megaloom.planner.contract.choices import ModuleSet, Recompute, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
@@ -31,6 +31,11 @@ ORDERED = {
         Layout(dp=8, tp=4, pp=2),
         Layout(dp=4, tp=4, pp=2, cp=2),
         Layout(dp=8, tp=4, pp=2, ep=2, etp=2),
+    ],
+    "sharded weights": [
+        Layout(dp=64, shard=Shard.OPTIMIZER, recompute=Recompute.FULL),
+        Layout(dp=64, shard=Shard.GRADIENTS),
+        Layout(dp=8, tp=8, shard=Shard.WEIGHTS),
     ],
     "tp across nodes": [Layout(dp=8, tp=8, cp=64), Layout(dp=4, tp=16, cp=2), Layout(dp=2, tp=16, cp=4)],
     "chunks": [Layout(pp=4, vpp=1, cp=4), Layout(pp=4, vpp=7, cp=2), Layout(pp=2, vpp=14, cp=2)],
