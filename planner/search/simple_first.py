@@ -25,8 +25,8 @@ NEAR_RATIO = 1.01  # a layout that is at most this much slower than the fastest 
 def simplicity_order(x: Layout, cluster: Cluster) -> tuple[float, ...]:
     """Return a key that orders layouts by simplicity, the simplest first; each number decides where those before tie.
 
-    1. Axes in use of tp, pp, cp, ep and etp; sharded gradients or weights count as one more, for they communicate in each
-       pass. Plain data parallelism is free, and model chunks (vpp) come third.
+    1. Axes in use of tp, pp, cp, ep and etp. Sharded gradients or weights count as one more, for they communicate in
+       each pass. Plain data parallelism is free, and model chunks (vpp) come third.
     2. Whether tensor-parallel ranks, of dense layers or of experts, are in more than one node.
     3. vpp. 4. cp. 5. Recompute: none before selective before full; fewer modules; fewer blocks of each stage.
     6. Degrees, vpp and the micro-batch size that are not powers of two.
