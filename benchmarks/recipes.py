@@ -1,4 +1,4 @@
-"""Compare searches with the layouts that NVIDIA published: `python benchmarks/recipes.py [EVERY [PROCESSES]]`.
+"""Compare searches with the layouts that NVIDIA published: `python -m benchmarks.recipes [EVERY [PROCESSES]]`.
 
 A recipe is a model, a number of GPUs, a batch, a sequence length and a precision from the tables of Megatron-Bridge,
 NeMo and DGX Cloud, among the published runs of benchmarks/accuracy. It is found if the device mesh (dp, tp, pp, cp, ep,
