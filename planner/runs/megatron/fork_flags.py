@@ -74,7 +74,6 @@ moe-expert-model-parallelism ; 0 ; - ; experts of MegaBlocks are not modelled
 xielu ; 0 ; - ; this activation, which has weights of its own, is not read
 bitfit ; 0 ; - ; weights that are not trained are not read
 kd ; 0 ; - ; a teacher beside the model is not modelled
-enable-zb-runtime ; 0 ; - ; schedules without bubbles are not modelled
 activations-checkpoint-method ; 1 ; None ; dropped by Megatron-LM: use --recompute-granularity and --recompute-method
 swap-optimizer ; 0 ; - ; an optimizer on the host is not modelled
 context-parallel-algo ; 1 ; megatron_cp_algo ; other exchanges of context parallelism of MindSpeed are not modelled

@@ -138,7 +138,6 @@ def test_other_names_are_no_published_model(name: str) -> None:
         ("--xielu", "this activation, which has weights of its own, is not read"),
         ("--moe-num-experts 64", "experts of MegaBlocks are not modelled"),
         ("--activations-checkpoint-method uniform", "use --recompute-granularity and --recompute-method"),
-        ("--enable-zb-runtime", "schedules without bubbles are not modelled"),
     ],
 )
 def test_flags_of_forks_that_matter_are_refused_with_the_reason(flag: str, message: str) -> None:
