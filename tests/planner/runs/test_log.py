@@ -113,3 +113,17 @@ def test_a_log_says_how_many_devices_there_are() -> None:
     assert read_log(text, "run.log", None, Hints()).devices.count == world
     with pytest.raises(UserError, match="give the number of GPUs"):
         read_log(text.replace("world_size", "whirled_size"), "run.log", None, Hints())
+
+
+@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "num_layers", "hidden_dropout", "swiglu"])
+@pytest.mark.parametrize("value", ["[]", "x", "0x10", "99999999999999999999999"])
+def test_a_value_of_another_type_is_refused_by_its_line(name: str, value: str) -> None:
+    a, world = arguments_of("gpt2")
+    lines = log_of(a, world).splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if line.startswith(f"  {name} "))
+    lines[number - 1] = f"  {name} {'.' * 20} {value}"
+    with pytest.raises(UserError) as raised:
+        read_log("\n".join(lines), "run.log", None, Hints())
+    if name != "hidden_dropout" or not value.isdigit():  # a large rate is a number, and refused as a rate
+        assert str(raised.value).startswith(f"run.log:{number}: {name} must be ")
+    assert value not in str(raised.value) or value.isdigit()
