@@ -6,7 +6,9 @@ weights are known.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import inf
+from typing import TypeVar
 
 import numpy as np
 from attrs import evolve
@@ -21,6 +23,7 @@ from megaloom.planner.simulate.price import EndOfStep, OverlapWindow, end_of_ste
 
 EVERYTHING_HIDDEN = OverlapWindow(inf, inf)
 
+_Known = TypeVar("_Known")
 Later = dict[tuple[int, ...], bool]  # answers of `ends_later`
 Ends = dict[tuple[int, ...], tuple[float, ...]]  # bounds by all that they depend on: elements, device mesh, sharding
 
@@ -38,12 +41,10 @@ def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column,
     exposed = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
     sharding = x.shard, x.reshard, x.replicas, x.grad_reduce
     columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
-    first, which = alike(*columns)
-    keys = list(zip(*(column[first].tolist() for column in columns), strict=True))
-    for i, key in zip(first.tolist(), keys, strict=True):
-        if key not in known:
-            known[key] = _least_ends(x[i], key[0] / x.pp[i], key[1] / x.pp[i], cache)
-    last_bucket, optimizer, *communication = np.array([known[key] for key in keys]).reshape(-1, 4)[which].T
+    ends, which = _known(
+        columns, known, lambda i, dense, sparse: _least_ends(x[i], dense / x.pp[i], sparse / x.pp[i], cache)
+    )
+    last_bucket, optimizer, *communication = np.array(ends).reshape(-1, 4)[which].T
     out: Rows = np.array(communication).T * exposed
     out[:, 0] += np.where(exposed[:, 0], optimizer, last_bucket)
     return out
@@ -59,12 +60,25 @@ def ends_later(
     """
     sharding = x.shard, x.overlaps, y.shard, y.overlaps, x.grad_reduce
     columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
+    later, which = _known(
+        columns, known, lambda i, dense, sparse: _ends_later(x[i], y[i], dense / x.pp[i], sparse / x.pp[i], cache)
+    )
+    return np.array(later, dtype=np.bool_)[which]
+
+
+def _known(
+    columns: Sequence[Column], known: dict[tuple[int, ...], _Known], compute: Callable[[int, int, int], _Known]
+) -> tuple[list[_Known], Column]:
+    """Return what `known` has for each distinct row of the columns, and the index of each layout's row among these.
+
+    What it lacks is computed from the index of a layout with this row, and the first two columns, and added.
+    """
     first, which = alike(*columns)
     keys = list(zip(*(column[first].tolist() for column in columns), strict=True))
     for i, key in zip(first.tolist(), keys, strict=True):
         if key not in known:
-            known[key] = _ends_later(x[i], y[i], key[0] / x.pp[i], key[1] / x.pp[i], cache)
-    return np.array([known[key] for key in keys], dtype=np.bool_)[which]
+            known[key] = compute(i, key[0], key[1])
+    return [known[key] for key in keys], which
 
 
 def _ends_later(x: Layout, y: Layout, dense: float, sparse: float, cache: CostCache) -> bool:
