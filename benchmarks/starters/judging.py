@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Facts = dict[str, Any]
-"""What the launcher of an export sets: its words, its number of processes, its environment."""
+"""Settings that the launcher of an export passes on: its words, its number of processes, its environment."""
 
 
 def judge(start: Callable[[Path, Facts], object]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
+from typing import Any
 
 from attrs import frozen
+
+LARGEST_VALUE = 2**31 - 1  # of a whole number that is a field of the model, the layout or the workload
 
 
 class Effect(Enum):
@@ -41,6 +44,24 @@ class Flag:
     def name(self) -> str:
         """The first spelling of the flag."""
         return self.names[0]
+
+    @property
+    def due(self) -> str:
+        """The kind of value that the flag takes, in words for a message; empty for text."""
+        if self.kind is int and self.effect is Effect.READ:
+            return f"a whole number of at most {LARGEST_VALUE:,}"
+        return {int: "a whole number", float: "a number"}.get(self.kind, "")
+
+    def typed(self, text: str) -> Any:
+        """Return one value as the flag's type; None if the text is not of it, or is too large for a field of a run."""
+        if not self.due:
+            return text
+        try:
+            number = int(text) if self.kind is int else float(text)
+        except ValueError:
+            return None
+        too_large = self.kind is int and self.effect is Effect.READ and abs(number) > LARGEST_VALUE
+        return None if too_large else number
 
 
 def _names(names: str) -> tuple[tuple[str, ...], str]:

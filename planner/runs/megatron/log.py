@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve
@@ -26,10 +25,6 @@ from .versions import RENAMED
 LISTING_BEGIN = re.compile(r"-{10,} arguments -{10,}")
 LISTING_END = re.compile(r"-{10,} end of arguments -{10,}")
 ARGUMENT = re.compile(r"(?:^|\s)([A-Za-z_]\w*) \.{2,} (.*?)\s*$")  # launchers may write a prefix before it
-LARGEST_LISTED = 2**31 - 1
-DUE_BY_KIND: Mapping[type, str] = MappingProxyType(
-    {bool: "True or False", int: f"a whole number of at most {LARGEST_LISTED:,}", float: "a number"}
-)
 VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
 
 
@@ -83,11 +78,8 @@ def _as_arguments(stated: Mapping[str, Word]) -> Arguments:
         if flag is None or word.text == "None" or flag.effect is Effect.NOTHING:
             continue
         value = _value(flag, word.text)
-        if (
-            value is None
-            and flag.effect is Effect.READ
-            and (due := DUE_BY_KIND.get(bool if flag.nargs == "0" else flag.kind))
-        ):
+        due = "True or False" if flag.nargs == "0" else flag.due
+        if value is None and due and flag.effect is Effect.READ:
             raise UserError(f"{word.origin}: {dest} must be {due}")
         if value is not None:
             given[dest] = GivenArgument(flag, value, evolve(word, text=flag.name), () if flag.nargs == "0" else (word,))
@@ -113,16 +105,14 @@ def _value(flag: Flag, text: str) -> Any:
     try:
         if flag.nargs == "0":
             return {"True": True, "False": False}[text]
-        if text.startswith("[") and flag.nargs == "1" and flag.kind not in DUE_BY_KIND:
+        if text.startswith("[") and flag.nargs == "1" and not flag.due:
             return text.replace(" ", "")
         if text.startswith(("[", "(")) and flag.nargs != "1":
             return tuple(flag.kind(one) for one in literal_eval(text))  # type: ignore[call-arg]
         if flag.kind is str:
             plain = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(text, text)
             return plain if flag.nargs == "1" else (plain,)
-        number = flag.kind(text)  # type: ignore[call-arg]
     except (KeyError, TypeError, ValueError, SyntaxError):
         return None
-    if isinstance(number, int) and abs(number) > LARGEST_LISTED:
-        return None
-    return number if flag.nargs == "1" else (number,)
+    number = flag.typed(text)
+    return number if number is None or flag.nargs == "1" else (number,)

@@ -225,20 +225,9 @@ def _read(flag: Flag, word: Word, taken: tuple[Word, ...]) -> GivenArgument | Tr
     matters = flag.effect in (Effect.READ, Effect.REFUSED) and flag.dest not in ASKED_ELSEWHERE
     if matters and (unknown := next((one for one in taken if one.unknown), None)):
         return _asked(f"the value of {flag.name}", unknown, flag.name.removeprefix("--"))
-    values = tuple(_typed(flag, one.text) for one in taken)
+    values = tuple(flag.typed(one.text) for one in taken)
     for value, one in zip(values, taken, strict=True):
         if value is None or (flag.choices and value not in flag.choices):
-            kinds: dict[type[object], str] = {int: "a whole number", float: "a number"}
-            due = f"one of {', '.join(flag.choices)}" if flag.choices else kinds.get(flag.kind, "a value")
+            due = f"one of {', '.join(flag.choices)}" if flag.choices else flag.due or "a value"
             return Trouble(f"{flag.name} must be {due}", one.origin, flag.name.removeprefix("--"))
     return GivenArgument(flag, values[0] if flag.nargs == "1" else values, word, taken)
-
-
-def _typed(flag: Flag, text: str) -> Any:
-    """Return a value of the flag's type; None if the text is not of it."""
-    if flag.kind not in (int, float):
-        return text
-    try:
-        return int(text) if flag.kind is int else float(text)
-    except ValueError:
-        return None
