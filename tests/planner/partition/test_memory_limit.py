@@ -82,7 +82,7 @@ def needed(limit: MemoryLimit, cut: Indices, rank: int) -> float:
     ]
     state, at_step = (sum(total(of, a, b) for a, b, _ in mine) for of in (limit.state, limit.at_step))
     buffers = max(limit.receive_buffers[a] for a, *_ in mine)
-    return limit.fixed + buffers + max(state + max(moments), at_step)
+    return limit.fixed + buffers + max(state + max(moments), at_step + limit.ending)
 
 
 @given(cases())
