@@ -242,8 +242,10 @@ def state_bytes(
     whole = settings.weight_nbytes or precision.nbytes
     weight_shard = x.fsdp * (MASTER + profile.sharded_weights.narrow_shard_nbytes * sharded_weights)
 
+    dense_shards, expert_shards = x.dense_shards, x.expert_shards
+
     def shared(nbytes: Any, dense: Any, experts: Any) -> Any:
-        return -(-nbytes * dense // x.dense_shards) - (-nbytes * experts // x.expert_shards)
+        return -(-nbytes * dense // dense_shards) - (-nbytes * experts // expert_shards)
 
     # The shard of a gradient begins with its first reduction: with one micro-batch, after the fullest moment.
     late = sharded_gradients * one_microbatch * (not profile.sharded_weights.keeps_gradients)
