@@ -1,0 +1,92 @@
+"""A decoder trained by megaloom with the layout of a task. Run it with a `Task` and a backend as arguments."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.opponents.task import FIRST, STEPS, Result, Task
+from megaloom.dsl import (
+    Attention,
+    Dim,
+    Embed,
+    Model,
+    MoE,
+    NextToken,
+    RMSNorm,
+    SwiGLU,
+    Unembed,
+    ids,
+    model,
+    params,
+    repeat,
+    residual,
+    weight,
+)
+from megaloom.dsl.catalog import find
+from megaloom.planner import Plan, Precision, Workload, cluster, plan
+from megaloom.planner.contract.workload import Backend
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron import device
+
+GiB = 2**30
+
+
+def decoder(text: str) -> Model:
+    """Return the model of a task, given as `Task.text`."""
+    task = Task.of(text)
+    v, d = Dim("vocab", task.vocab), Dim("embed", task.hidden)
+    norm = RMSNorm(over="head_dim") if task.qk_norm else None
+    attention = Attention(heads=task.heads, kv_heads=task.kv_heads, head_dim=task.head_size, rope=500_000, qk_norm=norm)
+    feed_forward = SwiGLU(task.ffn)
+    if task.experts:
+        feed_forward = MoE(feed_forward, task.experts, task.top_k, balance=0.001)
+    block = residual(RMSNorm(), attention) >> residual(RMSNorm(), feed_forward)
+    x = ids() >> Embed(weight("wte", v, d)) >> repeat(task.layers, block) >> RMSNorm()
+    return model("decoder", x >> Unembed(weight("head", v, d)) >> NextToken())
+
+
+def trained(it: Plan) -> tuple[list[float], float, int]:
+    """Return for a rank the seconds of every step, time.time() at the end of the first, and peak bytes."""
+    from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.optimizer.recipe import Recipe
+    from megaloom.runtime.samples.samples import SampleMaker
+
+    engine = Engine.build(it, find(it.model)[0], Recipe(steps=STEPS))
+    maker = SampleMaker.of(engine.graph, it.workload.seq)
+    tokens = torch.randint(maker.ids, (maker.length,), generator=torch.Generator().manual_seed(1))
+    took, first_step_at = [], 0.0
+    for _ in range(STEPS):
+        begun = time.perf_counter()
+        engine.step(lambda i: maker.make(tokens, i, 1))
+        took.append(time.perf_counter() - begun)
+        first_step_at = first_step_at or time.time()
+    return took, first_step_at, device.peak_memory()
+
+
+def main() -> None:
+    task, backend = Task.given(), Backend(sys.argv[2])
+    declared, ref = find(f"{Path(__file__).resolve()}:decoder", {"text": task.text})
+    gpu = device.gpu_count()
+    kind = device.local_cluster().partition("x")[2]
+    fixed = {axis: getattr(task, axis) for axis in ("tp", "cp", "ep", "dp", "micro_batch")}
+    fixed |= {"pp": 1, "sequence_parallel": task.tp > 1, "recompute": "none"}
+    work = Workload(seq=task.seq, batch=task.batch, precision=Precision.BF16 if gpu else Precision.FP32)
+    it = plan(declared, cluster(f"{task.world}x{kind}"), work, ref=ref, fixed=fixed, headroom=0.0).best
+    if gpu:
+        from megaloom.runtime.training.chosen_backend import with_backend
+
+        it = with_backend(it, backend)
+    ranks = launcher.run(trained, (it,), it.layout)
+    took, first_step_at, _ = ranks[0]
+    gib = max(nbytes for *_, nbytes in ranks) / GiB if gpu else 0.0
+    print(Result(1e3 * median(took[FIRST:]), first_step_at, gib, params(declared)).line, flush=True)
+    print(f"planned {1e3 * it.predicted.step_seconds:.1f} ms, {it.layout}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""One model and layout that several programs train, and what each prints of it. Part of `benchmarks.against_others`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from attrs import asdict, frozen
+
+FIRST = 4  # steps that compile kernels and are not counted
+STEPS = 12
+MARK = "RESULT "  # begins the line of a result
+
+
+@frozen
+class Task:
+    """Sizes of a decoder with rotary attention, RMS norms and SwiGLU, its workload, and the degrees of a layout."""
+
+    layers: int
+    hidden: int
+    ffn: int  # of one expert, where there are experts
+    heads: int
+    kv_heads: int
+    vocab: int
+    seq: int
+    batch: int
+    micro_batch: int
+    head_size: int = 128
+    experts: int = 0
+    top_k: int = 0
+    qk_norm: bool = False  # queries and keys are normalized for each head
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+
+    @classmethod
+    def given(cls) -> Task:
+        """Return the task in the first argument of this process."""
+        return cls.of(sys.argv[1])
+
+    @classmethod
+    def of(cls, text: str) -> Task:
+        """Return the task that `text` of a task says."""
+        return cls(**json.loads(text))
+
+    @property
+    def text(self) -> str:
+        """Return the task as text, which `of` reads."""
+        return json.dumps(asdict(self))
+
+    @property
+    def world(self) -> int:
+        """Return the number of processes."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def microbatches(self) -> int:
+        """Return the micro-batches of a step on each data-parallel rank."""
+        return self.batch // self.micro_batch // self.dp
+
+
+@frozen
+class Result:
+    """What one program needed for a task."""
+
+    step_ms: float  # median
+    first_step_at: float  # time.time() at the end of the first step
+    gib: float  # the most that torch allocated on any device
+    parameters: int  # of the whole model
+
+    @property
+    def line(self) -> str:
+        """Return the line that a program prints."""
+        return MARK + json.dumps(asdict(self))
+
+
+def start() -> torch.device:
+    """Initialize torch.distributed of a process under torchrun, and return its device."""
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpu else "gloo")
+    if not gpu:
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def measure(step: Callable[[], object], device: torch.device, parameters: int) -> None:
+    """Train `STEPS` steps, and print the result on the first rank."""
+    took, first_step_at = [], 0.0
+    for _ in range(STEPS):
+        synchronize(device)
+        begun = time.perf_counter()
+        step()
+        synchronize(device)
+        took.append(time.perf_counter() - begun)
+        first_step_at = first_step_at or time.time()
+    gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    most = torch.tensor([gib], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        print(Result(1e3 * median(took[FIRST:]), first_step_at, float(most), parameters).line, flush=True)
+    dist.destroy_process_group()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device and for all ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
