@@ -27,6 +27,7 @@ from attrs import frozen
 
 from megaloom.dsl.catalog import examples, find
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.facts.parameters import params
 from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
@@ -66,6 +67,16 @@ JUDGED = {
             {**_SHARDED, "pp": 1, "vpp": 1},
             {**_SHARDED, "pp": 1, "vpp": 1, "recompute": "full"},
             {**_SHARDED, "pp": 4, "vpp": 1, "reshard": "step", "recompute": "full"},
+        ),
+    ),
+    Target.TORCHTITAN_0_3: Judged(
+        "torchtitan_python",
+        ".py",
+        Runtime.MEGALOOM,
+        (
+            {**_SHARDED, "cp": 1, "pp": 1, "vpp": 1},
+            {**_SHARDED, "cp": 1, "pp": 1, "vpp": 1, "recompute": "full"},
+            {**_SHARDED, "cp": 1, "pp": 4, "vpp": 1, "reshard": "step", "recompute": "full"},
         ),
     ),
     Target.ACCELERATE: Judged(
@@ -119,9 +130,14 @@ def write_exports(target: Target, folder: Path) -> list[Path]:
     """Write the exports of a target into a folder, each with the facts that its launcher sets; return their paths."""
     paths = []
     for name, made, model in plans(target):
-        path = folder / f"{name}{JUDGED[target].suffix}"
+        path = folder / f"{name.replace('.', '-')}{JUDGED[target].suffix}"
         path.write_text(export_plan(made, model, target), encoding="utf-8")
-        facts: dict[str, Any] = {"processes": made.cluster.count, "words": [], "environment": {}}
+        facts: dict[str, Any] = {
+            "processes": made.cluster.count,
+            "words": [],
+            "environment": {},
+            "parameters": params(model),
+        }
         if target is Target.MEGATRON_LM:
             facts |= launched(path, folder)
         path.with_suffix(".facts").write_text(json.dumps(facts))

@@ -95,7 +95,7 @@ def _launch_file(target: Target) -> Callable[[Plan, str, str], str]:
 
 def _writer(target: Target) -> Callable[[Plan, Graph], str]:
     """Return the function that writes a plan for this program."""
-    from . import accelerate, megatron_bridge, megatron_lm, torchtitan
+    from . import accelerate, megatron_bridge, megatron_lm, torchtitan, torchtitan_python
 
     return {
         Target.MEGATRON_LM: megatron_lm.script,
@@ -103,4 +103,5 @@ def _writer(target: Target) -> Callable[[Plan, Graph], str]:
         Target.MEGATRON_BRIDGE: megatron_bridge.bridge_script,
         Target.ACCELERATE: accelerate.config_yaml,
         Target.TORCHTITAN: torchtitan.config_toml,
+        Target.TORCHTITAN_0_3: torchtitan_python.config_python,
     }[target]

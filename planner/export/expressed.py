@@ -14,23 +14,25 @@ from attrs import evolve
 from megaloom.planner.contract.choices import Reshard, Shard
 from megaloom.planner.contract.plans import Plan
 
-from .target import Target
+from .target import TORCHTITANS, Target
 
 _LAUNCHED = "options of torchrun say it"
 _LAUNCHED_SCRIPT = "the launched script says it"
 _BY_SCRIPT = "a comment says what the launched script passes"
 _ITSELF = "the job names the plan's file"
 _OF_OWN_JOBS = dict.fromkeys(("model", "stages"), _ITSELF)
+_OF_TORCHTITAN = {
+    "devices": _LAUNCHED,
+    "model": "torchtitan's own model of the same sizes, with its positions, eps and balancing of experts",
+    "vocab_multiple": "it never pads the vocabulary; a plan is exported if nothing is padded",
+}
 NOT_EXPRESSED: Mapping[Target, Mapping[str, str]] = MappingProxyType(
     {
         Target.MEGATRON_LM: {},
         Target.SLURM: {},
         Target.MEGATRON_BRIDGE: {"devices": _LAUNCHED},
-        Target.TORCHTITAN: {
-            "devices": _LAUNCHED,
-            "model": "torchtitan's own model of the same sizes, with its positions, eps and balancing of experts",
-            "vocab_multiple": "it never pads the vocabulary; a plan is exported if nothing is padded",
-        },
+        Target.TORCHTITAN: _OF_TORCHTITAN,
+        Target.TORCHTITAN_0_3: _OF_TORCHTITAN,
         Target.ACCELERATE: {
             "model": _LAUNCHED_SCRIPT,
             "seq": _LAUNCHED_SCRIPT,
@@ -53,7 +55,7 @@ def as_told(target: Target, plan: Plan) -> Plan:
     without a pipeline a distributed optimizer of one micro-batch is `gradients`.
     """
     x = plan.layout
-    if target is not Target.TORCHTITAN:
+    if target not in TORCHTITANS:
         return plan
     in_pipeline = x.pp > 1 and x.shard is Shard.WEIGHTS and x.reshard is Reshard.STEP and x.replicas == 1
     if in_pipeline:

@@ -15,6 +15,7 @@ class Target(StrEnum):
     MEGATRON_BRIDGE = "megatron-bridge"
     ACCELERATE = "accelerate"
     TORCHTITAN = "torchtitan"
+    TORCHTITAN_0_3 = "torchtitan-0.3"
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
     SKYPILOT = "skypilot"
@@ -28,6 +29,9 @@ class Target(StrEnum):
 LAUNCH_FILES = frozenset({Target.SLURM, Target.KUBERNETES, Target.SKYPILOT})
 """Files that start `megaloom train` with the plan itself."""
 
+TORCHTITANS = frozenset({Target.TORCHTITAN, Target.TORCHTITAN_0_3})
+"""Releases of torchtitan: TOML up to 0.2.2, a Python configuration in 0.3."""
+
 ON_MEGATRON_CORE = frozenset({Target.MEGATRON_LM, Target.MEGATRON_BRIDGE, Target.ACCELERATE})
 """Programs that run a plan on Megatron-core with Transformer Engine: those of `plan --runtime megatron`."""
 
@@ -36,6 +40,7 @@ _TITLES = {
     Target.MEGATRON_BRIDGE: "Megatron-Bridge",
     Target.ACCELERATE: "Accelerate",
     Target.TORCHTITAN: "torchtitan",
+    Target.TORCHTITAN_0_3: "torchtitan 0.3",
     Target.SLURM: "Slurm",
     Target.KUBERNETES: "Kubernetes",
     Target.SKYPILOT: "SkyPilot",

@@ -1,6 +1,7 @@
 """The decoders that torchtitan trains, each with the name of its model and of its flavor.
 
-Source: torchtitan 0.2.2, models/{llama3,qwen3,deepseek_v3}/__init__.py, and the defaults of their model/args.py.
+Sources: torchtitan 0.2.2, models/{llama3,qwen3,deepseek_v3}/__init__.py, and the defaults of their model/args.py;
+torchtitan 0.3.0, the same folders, which have more flavors. Those that stand in both have equal sizes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megaloom.dsl import (
 )
 
 from .decoder import AttentionLayer, DecoderModel, FeedForward
+from .target import Target
 
 _ANY_ROPE = Rope(10_000)  # stands for every kind of rotary positions
 
@@ -31,6 +33,7 @@ class Flavor:
     decoder: DecoderModel
     own: str
     rope: Rope  # its own rotary positions
+    only_newest: bool = False  # not in 0.2.2
 
     @property
     def own_decoder(self) -> DecoderModel:
@@ -40,9 +43,14 @@ class Flavor:
         return evolve(m, attention=attention)
 
 
-def find_flavor(m: DecoderModel) -> Flavor | None:
-    """Return the flavor that has this decoder's weights and FLOPs; None if there is none."""
-    return next((flavor for flavor in FLAVORS if _shape(flavor.decoder) == _shape(m)), None)
+def flavors_of(target: Target) -> tuple[Flavor, ...]:
+    """Return the flavors that a release of torchtitan has."""
+    return tuple(one for one in FLAVORS if target is Target.TORCHTITAN_0_3 or not one.only_newest)
+
+
+def find_flavor(m: DecoderModel, target: Target) -> Flavor | None:
+    """Return the flavor of this release that has the decoder's weights and FLOPs; None if there is none."""
+    return next((flavor for flavor in flavors_of(target) if _shape(flavor.decoder) == _shape(m)), None)
 
 
 def named_flavor(model: str, name: str) -> Flavor | None:
@@ -91,11 +99,12 @@ def _decoder(
     )
 
 
-def _llama(name: str, layers: int, heads: int, embed: int, ff: int) -> Flavor:
+def _llama(name: str, layers: int, heads: int, embed: int, ff: int, *, tied: bool = False) -> Flavor:
     attention = Attention(heads=heads, kv_heads=8, rope=_ANY_ROPE)
     own = "rotary positions of base 500,000, scaled 8 times as in Llama 3.1"
     rope = Rope(500_000, scaling=Llama3Scaling(factor=8.0))
-    return Flavor("llama3", name, _decoder(128256, embed, attention, [SwiGLU(ff)] * layers), own, rope)
+    decoder = _decoder(128256, embed, attention, [SwiGLU(ff)] * layers, tied)
+    return Flavor("llama3", name, decoder, own, rope, only_newest=tied)
 
 
 def _qwen(
@@ -126,6 +135,8 @@ _V2_LITE = MoE(SwiGLU(1408), 64, 6, shared=SwiGLU(2 * 1408), normalize=False)
 _V2 = MoE(SwiGLU(1536), 160, 6, shared=SwiGLU(2 * 1536), normalize=False, scale=16.0, groups=8, top_groups=3)
 _V3 = MoE(SwiGLU(2048), 256, 8, shared=SwiGLU(2048), score="sigmoid", scale=2.5, groups=8, top_groups=4)
 FLAVORS = (
+    _llama("1B", 16, 32, 2048, 8192, tied=True),
+    _llama("3B", 28, 24, 3072, 8192, tied=True),
     _llama("8B", 32, 32, 4096, 14336),
     _llama("70B", 80, 64, 8192, 28672),
     _llama("405B", 126, 128, 16384, 53248),

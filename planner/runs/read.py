@@ -25,7 +25,8 @@ from .settings import SettingsRun, primus_command, settings_command, settings_te
 from .settings.bridge import bridge_run
 from .settings.bridge_script import bridge_script_tree, is_bridge_script
 from .settings.published import published_model
-from .settings.torchtitan_words import torchtitan_words
+from .settings.torchtitan_judged import left_out_of_torchtitan
+from .settings.torchtitan_words import torchtitan_options, torchtitan_words
 from .shell.read import script_of_text
 from .slime import is_slime, slime_devices, slime_words
 from .words import Origin, Script, Word
@@ -112,7 +113,10 @@ def _of_arguments(text: str, path: str, given: RunInputs) -> TrainingRun:
 def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> TrainingRun:
     """Return the run of a settings file, or of settings on a command line."""
     assumed = f"{settings.framework}'s settings as flags of Megatron-LM; the prediction is for Megatron-core"
+    left_out: tuple[Note, ...] = ()
     if settings.framework == "torchtitan":
+        options = torchtitan_options(settings.words)
+        left_out = tuple(Note(text, origin) for text, origin in left_out_of_torchtitan(options))
         words = tuple(torchtitan_words(settings.words, path, given.devices))
         settings = evolve(settings, words=words, program="train.py")
     elif settings.model and not any(word.text == "--num-layers" for word in settings.words):
@@ -123,7 +127,7 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
         settings = evolve(settings, words=(*model.words(name), *settings.words))
         assumed += f"; the sizes of {name.text} as it was published"
     run = _of_script(settings.script(path), path, evolve(given, command=None))
-    return evolve(run, assumed=(Note(assumed), *run.assumed))
+    return evolve(run, assumed=(Note(assumed), *run.assumed), notes=(*run.notes, *left_out))
 
 
 def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:

@@ -145,6 +145,28 @@ def bridge_fields(script: str) -> dict[str, str]:
     }
 
 
+def titan_fields(module: str) -> dict[str, str]:
+    """Return the fields that a Python configuration of torchtitan sets, with the text of their values.
+
+    Sections are `section.name`; arguments of `model_registry` have the name of the model before theirs.
+    """
+    tree = ast.parse(module)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    models = [node.module.rpartition(".")[2] for node in tree.body if _imports_registry(node)]
+    registry = next(call for call in calls if ast.unparse(call.func) == "model_registry")
+    out = {f"model_spec.{model}.{one.arg}": ast.unparse(one.value) for model in models for one in registry.keywords}
+    config = next(call for call in calls if ast.unparse(call.func) == "Trainer.Config")
+    for section in config.keywords:
+        out[str(section.arg)] = ast.unparse(section.value)
+        for one in section.value.keywords if isinstance(section.value, ast.Call) else ():
+            out[f"{section.arg}.{one.arg}"] = ast.unparse(one.value)
+    return out
+
+
+def _imports_registry(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and any(one.name == "model_registry" for one in node.names)
+
+
 def groups(script: str) -> dict[str, list[str]]:
     """Return the arrays of a shell script: name → words."""
     matches = re.findall(r"^([A-Z]+)=\(\n(.*?)^\)", script, re.M | re.S)

@@ -1,113 +1,165 @@
-"""A Python configuration of torchtitan as options of its command line, as its TOML files had them."""
+"""A Python configuration of torchtitan (0.3 and later) as options of its command line, as its TOML files had them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun
-from megaloom.planner.runs.words import Word
+from megaloom.planner.runs.settings.torchtitan import torchtitan_run
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, overlaid, placed, plain_setting, setting_at
+from megaloom.planner.runs.words import Origin, Word
 
-from .values import Foreign, Instance, Known, Value
+from .values import Foreign, Instance, Known, Value, as_tree
 
-MICROBATCH_TOKENS, CONTEXT_TOKENS, STEP_TOKENS = 16384, 2048, -1
-"""torchtitan's defaults of training: tokens of a micro-batch, of a sequence, of a step; -1 is one micro-batch."""
+DEFAULTS = {"local_batch_size": "8", "seq_len": "2048"}
+"""torchtitan's defaults of training in 0.3.0."""
+MICROBATCH_TOKENS, CONTEXT_TOKENS = 16384, 2048
+"""Defaults of training after 0.3.0: tokens of a micro-batch, and of a sequence."""
+TOKENS = ("num_tokens_per_microbatch_per_dp_rank", "max_context_length", "num_tokens_per_train_step")
+"""Fields of training after 0.3.0, which counts tokens instead of sequences."""
+MICROBATCHES = "num_pp_microbatches"
 MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
-PARALLELISM = (
-    "data_parallel_replicate_degree",
-    "data_parallel_shard_degree",
-    "tensor_parallel_degree",
-    "pipeline_parallel_degree",
-    "context_parallel_degree",
-    "expert_parallel_degree",
-)
+SUBCOMMAND = "activation_checkpoint:"
+SECTIONS = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
+"""Sections that are read, and the classes of their values."""
+OF_MODEL = ("num_mtp_layers", "tp_gemm_backend")
+"""Arguments of `model_registry` that change a step, with names of our own in the section of the model."""
 
 
 def titan_run(config: Value, path: str, overrides: Sequence[Word] = ()) -> SettingsRun:
     """Return the run of a configuration and options after it. Raise UserError if it names no flavor of a model."""
     spec = config.fields.get("model_spec") if isinstance(config, Instance) else None
-    flavor = spec.arguments[0] if isinstance(spec, Instance) and spec.arguments else None
-    if not isinstance(config, Instance) or not isinstance(spec, Instance) or not isinstance(flavor, Known):
+    flavor = _flavor(spec)
+    if not isinstance(config, Instance) or not isinstance(spec, Instance) or flavor is None:
         raise UserError(f"{path} builds no configuration of torchtitan with a flavor of a model")
-    model = _folder(spec, path)
-    words = tuple(word for name, value in _options(config, spec, flavor, model) for word in _pair(name, value))
-    return SettingsRun(framework="torchtitan", words=(*words, *option_words(overrides)), program="torchtitan.train")
+    tree: dict[str, Tree] = {"model": _model(spec, flavor, path), "activation_checkpoint": {"mode": _mode(config)}}
+    for name, kind in SECTIONS.items():
+        tree[name] = _section(config, name, kind)
+    joined = overlaid(tree, option_tree(overrides)) or {}
+    return torchtitan_run(_in_sequences(joined, config.origin))
 
 
-def option_words(words: Sequence[Word]) -> Iterator[Word]:
-    """Yield `--name value` and `--name=value` as two words each; a flag without a value is true."""
+def _flavor(spec: Value | None) -> Known | None:
+    if not isinstance(spec, Instance):
+        return None
+    value = spec.arguments[0] if spec.arguments else spec.fields.get("flavor")
+    return value if isinstance(value, Known) else None
+
+
+def _model(spec: Instance, flavor: Known, path: str) -> Tree:
+    """Return the names of the model and its flavor, and what else the call of its registry sets."""
+    parts = spec.name.split(".")
+    folder = parts[-2] if len(parts) > 1 else Path(path).absolute().parent.name
+    section: dict[str, Tree] = {
+        "name": Setting(Word(folder, spec.origin)),
+        "flavor": Setting(Word(str(flavor.value), flavor.origin)),
+    }
+    for name in OF_MODEL:
+        if (tree := as_tree(spec.fields.get(name))) is not None:
+            section[name] = tree
+    converters = spec.fields.get("converters")
+    names = [one.name for one in converters if isinstance(one, Instance)] if isinstance(converters, list) else []
+    if kinds := [part.lower() for name in names for part in name.split(".") if part.endswith("Converter")]:
+        section["converters"] = Setting(Word(",".join(kinds), spec.origin))
+    return section
+
+
+def _section(config: Instance, name: str, kind: str) -> Tree:
+    """Return the fields of a section. Raise UserError for one that a function makes whose file is not there."""
+    value = config.fields.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Instance) or value.last != kind:
+        origin = value.origin if isinstance(value, Instance | Known | Foreign) else config.origin
+        raise UserError(f"{origin}: {name} is no {kind} with fields that are known")
+    tree = as_tree(value)
+    return tree if tree is not None else {}
+
+
+def _mode(config: Instance) -> Setting:
+    """Return the mode of activation checkpointing by the class of its configuration; selective is the default."""
+    value = config.fields.get("activation_checkpoint")
+    if isinstance(value, Known) and value.value is None:
+        return Setting(Word("none", value.origin))
+    if value is None:
+        return Setting(Word("selective", config.origin))
+    name = value.name if isinstance(value, Instance | Foreign) else ""
+    mode = next((mode for kind, mode in MODES.items() if kind in name.split(".")), None)
+    origin = value.origin if isinstance(value, Instance | Foreign | Known) else config.origin
+    if mode is None:
+        raise UserError(f"{origin}: activation_checkpoint is none of {', '.join(MODES)}")
+    return Setting(Word(mode, origin))
+
+
+def option_tree(words: Sequence[Word]) -> Tree:
+    """Return options of torchtitan's command line as a tree: `--a.b value`, `--a.b=value`, `--a.b` and `ac:full`."""
+    tree: Tree = {}
+    for name, value in _pairs(words):
+        tree = overlaid(tree, placed(name, value)) or {}
+    return tree
+
+
+def _pairs(words: Sequence[Word]) -> Iterator[tuple[str, Setting]]:
+    """Yield the path of each option and its value; a flag without a value is true."""
     for position, word in enumerate(words):
+        plain = word.text.replace("-", "_")
+        if plain.startswith(SUBCOMMAND):
+            mode = plain.removeprefix(SUBCOMMAND)
+            yield "activation_checkpoint.mode", Setting(evolve(word, text=mode))
         name, equals, value = word.text.partition("=")
         if not name.startswith("--"):
             continue
         after = words[position + 1] if position + 1 < len(words) else None
-        yield evolve(word, text=name)
+        path = name.removeprefix("--").replace("-", "_")
         if equals:
-            yield evolve(word, text=value)
+            yield path, _plain(evolve(word, text=value))
+        elif after is None or after.text.startswith("--") or ":" in after.text:
+            yield path, Setting(evolve(word, text="true"), "boolean")
         else:
-            yield evolve(word, text="true") if after is None or after.text.startswith("--") else after
+            yield path, _plain(after)
 
 
-def _folder(spec: Instance, path: str) -> str:
-    """Return the name of the model: the folder of the module that registers it, or else that of the file."""
-    parts = spec.name.split(".")
-    return parts[-2] if len(parts) > 1 else Path(path).absolute().parent.name
+def _plain(word: Word) -> Setting:
+    return evolve(plain_setting(word.text, word.origin), word=word)
 
 
-def _pair(name: str, value: Known) -> Iterator[Word]:
-    yield Word(f"--{name}", value.origin)
-    yield Word(str(value.value), value.origin)
+def _in_sequences(tree: Tree, origin: Origin) -> Tree:
+    """Return the settings with batch sizes in sequences, where a release after 0.3.0 counts tokens."""
+    training = found(tree, "training")
+    by_tokens = isinstance(training, Mapping) and any(name in training for name in TOKENS)
+    if not by_tokens and setting_at(tree, f"parallelism.{MICROBATCHES}") is None:
+        defaults: Tree = {name: Setting(Word(text, origin)) for name, text in DEFAULTS.items()}
+        return overlaid({"training": defaults}, tree) or tree
+    micro = _number(tree, f"training.{TOKENS[0]}", MICROBATCH_TOKENS, origin)
+    context = _number(tree, f"training.{TOKENS[1]}", CONTEXT_TOKENS, origin)
+    step = _number(tree, f"training.{TOKENS[2]}", -1, origin)
+    times = _number(tree, f"parallelism.{MICROBATCHES}", 1, origin)
+    for word in (micro, step):
+        if int(word.text) > 0 and int(word.text) % int(context.text):
+            what = f"{word.text} tokens are no whole number of sequences of {context.text}"
+            raise UserError(f"{word.origin}: {what}, which is not modelled")
+    sequences = int(micro.text) // int(context.text)
+    in_pipeline = _number(tree, "parallelism.pipeline_parallel_degree", 1, origin).text != "1"
+    local = sequences * int(times.text) if in_pipeline else sequences
+    changed: dict[str, Tree] = {
+        "seq_len": Setting(context),
+        "local_batch_size": Setting(evolve(micro, text=str(local))),
+    }
+    if int(step.text) > 0:
+        changed["global_batch_size"] = Setting(evolve(step, text=str(int(step.text) // int(context.text))))
+    size = Setting(evolve(micro, text=str(sequences)))
+    made: Tree = {"training": changed, "parallelism": {"pipeline_parallel_microbatch_size": size}}
+    return overlaid(tree, made) or tree
 
 
-def _options(config: Instance, spec: Instance, flavor: Known, model: str) -> Iterator[tuple[str, Known]]:
-    yield "model.name", Known(model, spec.origin)
-    yield "model.flavor", flavor
-    converters = spec.fields.get("converters")
-    names = [one.name for one in converters if isinstance(one, Instance)] if isinstance(converters, list) else []
-    if kinds := [part.lower() for name in names for part in name.split(".") if part.endswith("Converter")]:
-        yield "model.converters", Known(",".join(kinds), spec.origin)
-    yield from _training(config)
-    parallelism = config.fields.get("parallelism")
-    for name in PARALLELISM:
-        value = parallelism.fields.get(name) if isinstance(parallelism, Instance) else None
-        if isinstance(value, Known):
-            yield f"parallelism.{name}", value
-    yield "activation_checkpoint.mode", _mode(config)
-
-
-def _training(config: Instance) -> Iterator[tuple[str, Known]]:
-    training = config.fields.get("training")
-    fields = training.fields if isinstance(training, Instance) else {}
-    origin = training.origin if isinstance(training, Instance) else config.origin
-
-    def number(name: str, default: int) -> Known:
-        value = fields.get(name, Known(default, origin))
-        if not isinstance(value, Known) or not isinstance(value.value, int):
-            raise UserError(f"{origin}: training.{name} is not known")
-        return value
-
-    tokens, context = (
-        number("num_tokens_per_microbatch_per_dp_rank", MICROBATCH_TOKENS),
-        number("max_context_length", CONTEXT_TOKENS),
-    )
-    step = number("num_tokens_per_train_step", STEP_TOKENS)
-    assert isinstance(tokens.value, int) and isinstance(context.value, int) and isinstance(step.value, int)
-    yield "training.seq_len", context
-    yield "training.local_batch_size", Known(max(1, tokens.value // max(1, context.value)), tokens.origin)
-    if step.value > 0:
-        yield "training.global_batch_size", Known(step.value // max(1, context.value), step.origin)
-    for name in ("mixed_precision_param", "mixed_precision_reduce"):
-        if isinstance(value := fields.get(name), Known):
-            yield f"training.{name}", value
-
-
-def _mode(config: Instance) -> Known:
-    value = config.fields.get("activation_checkpoint")
-    if isinstance(value, Known) and value.value is None:
-        return Known("none", value.origin)
-    name = value.name if isinstance(value, Instance | Foreign) else "SelectiveAC"
-    mode = next((mode for kind, mode in MODES.items() if kind in name), "selective")
-    return Known(mode, value.origin if isinstance(value, Instance) else config.origin)
+def _number(tree: Tree, path: str, default: int, origin: Origin) -> Word:
+    """Return a whole number of the settings. Raise UserError for another text, and for 0."""
+    value = setting_at(tree, path)
+    word = value.word if value else Word(str(default), origin)
+    if word.unknown or not word.text.removeprefix("-").isdigit() or int(word.text) == 0:
+        raise UserError(f"{word.origin}: {path} is not known")
+    return word

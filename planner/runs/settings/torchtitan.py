@@ -10,6 +10,9 @@ from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, leaves
 from megaloom.planner.runs.words import Word
 
+NULL_MATTERS = frozenset({"parallelism.context_parallel_load_balancer"})
+"""Options for which none is another value than the default."""
+
 
 def is_torchtitan(tree: Tree | None) -> bool:
     """Return True for settings with a model's flavor and a section `training`."""
@@ -24,8 +27,9 @@ def torchtitan_run(tree: Tree) -> SettingsRun:
 def _words(tree: Tree) -> Iterator[Word]:
     for path, value in leaves(tree):
         if isinstance(value, Setting):
-            yield Word(f"--{path}", value.word.origin)
-            yield value.word
+            if value.kind != "null" or path in NULL_MATTERS:
+                yield Word(f"--{path}", value.word.origin)
+                yield value.word
         elif joined := _joined(value):
             yield Word(f"--{path}", joined.origin)
             yield joined

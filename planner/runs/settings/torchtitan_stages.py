@@ -40,7 +40,7 @@ def _stage(modules: list[str]) -> StageLayers:
     """Return a stage by the names of its modules."""
     numbers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
     first, last = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
-    return StageLayers(first, last, "tok_embeddings" in modules, "output" in modules)
+    return StageLayers(first, last, "tok_embeddings" in modules, "output" in modules or "lm_head" in modules)
 
 
 def _cut(options: Mapping[str, Word], pp: int, layers: int, *, several: bool) -> list[StageLayers]:

@@ -10,8 +10,9 @@ from attrs import evolve, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.planner.export.megatron_lm import model_options
 from megaloom.planner.export.target import Target
-from megaloom.planner.export.torchtitan import RING
+from megaloom.planner.export.torchtitan_fields import RING
 from megaloom.planner.export.torchtitan_flavors import Flavor, named_flavor
+from megaloom.planner.runs.settings.torchtitan_judged import check_torchtitan_options
 from megaloom.planner.runs.settings.torchtitan_stages import stage_words
 from megaloom.planner.runs.words import Word
 
@@ -24,9 +25,15 @@ _PLAIN_DEGREES = (
 )
 
 
+def torchtitan_options(words: tuple[Word, ...]) -> dict[str, Word]:
+    """Return pairs of words, `--section.name` and a value, as a mapping: section.name → value."""
+    return {w.text.removeprefix("--"): v for w, v in zip(words[::2], words[1::2], strict=True)}
+
+
 def torchtitan_words(words: tuple[Word, ...], path: str, devices: int | None) -> Iterator[Word]:
     """Yield the words of Megatron-LM. Raise UserError for what they cannot say, and where devices are not known."""
-    options = {w.text.removeprefix("--"): v for w, v in zip(words[::2], words[1::2], strict=True)}
+    options = torchtitan_options(words)
+    check_torchtitan_options(options)
     if devices is None:
         raise UserError(f"{path} does not state the number of GPUs\ngive it with their kind: --gpus 64xH100")
     flavor = _flavor(options, path)
@@ -37,8 +44,9 @@ def torchtitan_words(words: tuple[Word, ...], path: str, devices: int | None) ->
     if _number(options, _CP, 1) > 1 and (rotate is None or rotate.text != RING):
         yield from _valued("--cp-comm-type", evolve(rotate or options[_CP], text="all_gather"))
     tp = options.get("parallelism.tensor_parallel_degree")
-    if tp is not None and tp.text != "1":
-        yield Word("--sequence-parallel", tp.origin)  # torchtitan's plan for tp always shards the norms' inputs
+    divided = options.get("parallelism.enable_sequence_parallel")
+    if tp is not None and tp.text != "1" and (divided is None or divided.text == "true"):
+        yield Word("--sequence-parallel", tp.origin)  # 0.2 always has it, 0.3 by default
     yield from _experts(options, flavor, tp)
     pp = _number(options, "parallelism.pipeline_parallel_degree", 1)
     yield from stage_words(options, pp, len(flavor.decoder.layers))

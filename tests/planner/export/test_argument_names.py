@@ -20,17 +20,19 @@ from megaloom.planner.export.export import export_plan
 from megaloom.planner.export.megatron_bridge import VERSIONS
 from megaloom.planner.export.target import Target
 from tests.support.export_matrix import MATRIX, planned
-from tests.support.exported import bridge_fields, parsed
+from tests.support.exported import bridge_fields, parsed, titan_fields
 from tests.support.paths import TESTS
 
 RELEASES = {
     Target.MEGATRON_BRIDGE: ("0.3.1", "0.4.2", "0.5.1", "0.6.0"),
     Target.TORCHTITAN: ("0.2.2",),
+    Target.TORCHTITAN_0_3: ("0.3.0",),
     Target.ACCELERATE: ("1.15.0",),
 }
 CLAIMED = {
     Target.MEGATRON_BRIDGE: VERSIONS.replace(" to ", "|"),
     Target.TORCHTITAN: r"torchtitan 0\.2\.2",
+    Target.TORCHTITAN_0_3: r"torchtitan 0\.3\.0",
     Target.ACCELERATE: r"Accelerate 1\.15\.0",
 }
 """The releases that an export says it is for."""
@@ -48,6 +50,8 @@ def names(target: Target, text: str) -> Iterator[str]:
     """Yield the names of the arguments in an export."""
     if target is Target.MEGATRON_BRIDGE:
         yield from bridge_fields(text)
+    elif target is Target.TORCHTITAN_0_3:
+        yield from titan_fields(text)
     else:
         yield from _leaves(tomllib.loads(text) if target is Target.TORCHTITAN else yaml.safe_load(text))
 

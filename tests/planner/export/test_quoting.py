@@ -20,7 +20,7 @@ from megaloom.planner.contract.plans import Plan, plan_command
 from megaloom.planner.contract.workload import Runtime
 from megaloom.planner.export.export import export_plan
 from megaloom.planner.export.quoting import job_name
-from megaloom.planner.export.target import Target
+from megaloom.planner.export.target import TORCHTITANS, Target
 from tests.support.exported import case, plan_with
 from tests.support.limits import LIMIT
 
@@ -40,7 +40,7 @@ COMMANDS = ("torchrun", "srun", "scontrol", "head", "touch")
 def exported(target: Target, name: str) -> str:
     """Return an export of a plan whose model, cluster file and path have this name."""
     plan, model = case("gpt2")
-    if target is Target.TORCHTITAN:
+    if target in TORCHTITANS:
         plan, model = case("llama3-8b")
         shape = Layout(dp=8, shard="weights", vocab_multiple=1)
         plan = plan_with(model, shape, gpus="8xH100", seq=8192)
@@ -88,7 +88,7 @@ def test_no_name_changes_what_an_export_does(target: Target, tmp_path: Path) -> 
             calls, usual = ran(text, folder), ran(harmless, folder)
             shown = [[word.replace(f"{name}.json", "x.json") for word in call] for call in calls]
             assert shown == usual
-        elif target is Target.MEGATRON_BRIDGE:
+        elif target in (Target.MEGATRON_BRIDGE, Target.TORCHTITAN_0_3):
             assert ast.dump(ast.parse(text)) == ast.dump(ast.parse(harmless))
         elif target is Target.TORCHTITAN:
             assert tomllib.loads(text) == tomllib.loads(harmless)

@@ -18,7 +18,7 @@ from megaloom.planner.export.export import export_plan
 from megaloom.planner.export.expressed import NOT_EXPRESSED, as_told
 from megaloom.planner.export.megatron_lm import model_options
 from megaloom.planner.export.option import option
-from megaloom.planner.export.target import Target
+from megaloom.planner.export.target import TORCHTITANS, Target
 from megaloom.planner.export.torchtitan_flavors import find_flavor
 from megaloom.planner.runs.read import RunInputs, read_text
 from megaloom.planner.runs.run import TrainingRun
@@ -31,20 +31,24 @@ FILES = {
     Target.SLURM: "run.slurm",
     Target.MEGATRON_BRIDGE: "run.py",
     Target.TORCHTITAN: "run.toml",
+    Target.TORCHTITAN_0_3: "run.py",
     Target.ACCELERATE: "run.yaml",
 }
 
 TORCHTITAN = """llama3-8b;deepseek-v3;layout one device;layout sharded weights;layout replicas;own replicated;
 own one micro-batch;own optimizer of one micro-batch;own tensors;own context;own stages;own chunks;own recompute;
 own fp32;own experts;own experts divided;own experts whole;own tied"""
+TORCHTITAN_0_3 = TORCHTITAN.replace("llama3-8b;", "").replace("own context;", "").replace("own experts divided;", "")
+TORCHTITAN_0_3 += ";own stages of qwen3;own tensors alone;own tensors whole;own small;own wide experts"
 ACCELERATE = """gpt2;family gpt2;family gpt3;layout sharded weights;layout replicas;own one micro-batch;own recompute;
-own fp32;own tied;own gpt2;own gpt2 recompute;own gpt2 first;own gpt2 in fp16;own gpt2 in bf16"""
-NOT_IN_MEGATRON = frozenset({"own stages", "own fp32"})  # Megatron-FSDP has neither
+own fp32;own tied;own small;own gpt2;own gpt2 recompute;own gpt2 first;own gpt2 in fp16;own gpt2 in bf16"""
+NOT_IN_MEGATRON = frozenset({"own stages", "own stages of qwen3", "own fp32"})  # Megatron-FSDP has neither
 REFUSED = {
     Target.MEGATRON_LM: NOT_IN_MEGATRON,
     Target.SLURM: NOT_IN_MEGATRON,
     Target.MEGATRON_BRIDGE: NOT_IN_MEGATRON,
-    Target.TORCHTITAN: frozenset(MATRIX) - {*TORCHTITAN.replace("\n", "").split(";")},
+    Target.TORCHTITAN: frozenset(MATRIX) - {*TORCHTITAN.replace("\n", "").split(";"), "own wide experts"},
+    Target.TORCHTITAN_0_3: frozenset(MATRIX) - {*TORCHTITAN_0_3.replace("\n", "").split(";")},
     Target.ACCELERATE: frozenset(MATRIX) - {*ACCELERATE.replace("\n", "").split(";")},
 }
 """Plans of the matrix that a target cannot express; every other one is exported."""
@@ -92,9 +96,9 @@ def assert_same_model(read: Model, model: Model) -> None:
         assert fingerprint(read) == fingerprint(model)  # else equal sizes are written in two ways
 
 
-def same_flavor(read: Model, model: Model) -> bool:
+def same_flavor(target: Target, read: Model, model: Model) -> bool:
     """Return whether two models are one of torchtitan's."""
-    one, other = (find_flavor(read_decoder(graph(m), Target.TORCHTITAN)) for m in (read, model))
+    one, other = (find_flavor(read_decoder(graph(m), target), target) for m in (read, model))
     return one is not None and one is other
 
 
@@ -114,8 +118,8 @@ def test_an_export_is_read_back_as_its_plan_or_refused_by_name(target: Target, n
             read_back(target, plan, model)
         return
     run, told = read_back(target, plan, model), as_told(target, plan)
-    if target is Target.TORCHTITAN:
-        assert same_flavor(run.model, model)
+    if target in TORCHTITANS:
+        assert same_flavor(target, run.model, model)
     else:
         assert_same_model(run.model, model)
     assert fields_said(target, run.layout) == fields_said(target, told.layout)
@@ -155,9 +159,9 @@ def test_what_a_target_is_said_not_to_say_is_not_in_its_file(target: Target) -> 
 
 def _uncommented(target: Target, more: dict[str, Any]) -> list[str]:
     """Return the lines of an export of a model that the target has, without comments."""
-    model, ref = find("llama3-8b" if target is Target.TORCHTITAN else "gpt2")
+    model, ref = find("llama3-8b" if target in TORCHTITANS else "gpt2")
     work = {"batch": 64, **{name: more[name] for name in ("seq", "batch") if name in more}}
-    shard = {"shard": "weights"} if target is Target.TORCHTITAN else {}
+    shard = {"shard": "weights"} if target in TORCHTITANS else {}
     layout = Layout(dp=2, **shard, **{name: value for name, value in more.items() if name not in work})
     text = export_plan(plan_with(model, layout, ref=ref, **work), model, target)
     return [line for line in text.splitlines() if not line.startswith("#")]

@@ -140,6 +140,78 @@ def titan(name: str | None, *words: str) -> TrainingRun:
     return read_text(TITAN, "llama3/config_registry.py", RunInputs(devices=32, command=name, positional=words))
 
 
+NEWEST = """
+import os
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
+
+def mine() -> Trainer.Config:
+    return Trainer.Config(
+        model_spec=model_registry(flavor="8B", attn_backend="varlen"),
+        training=TrainingConfig(local_batch_size=8, global_batch_size=64, seq_len=4096),
+        parallelism=ParallelismConfig(
+            tensor_parallel_degree=2,
+            pipeline_parallel_degree=2,
+            pipeline_parallel_schedule="Interleaved1F1B",
+            pipeline_parallel_microbatch_size=2,
+            pipeline_parallel_layers_per_stage=9,
+        ),
+        activation_checkpoint=None,
+        compile=CompileConfig(enable=True),
+    )
+"""
+
+
+def newest(old: str = "", new: str = "", *words: str) -> TrainingRun:
+    """Return the run of a configuration of torchtitan 0.3.0, of which a text is replaced by another."""
+    assert old in NEWEST
+    return read_text(NEWEST.replace(old, new), "mine.py", RunInputs(devices=32, positional=words))
+
+
+def test_batches_and_stages_of_torchtitan_0_3_are_read() -> None:
+    read = newest()
+    x = read.layout
+    assert (x.tp, x.pp, x.vpp, x.dp, x.micro_batch, x.sequence_parallel) == (2, 2, 2, 8, 2, True)
+    assert (x.shard, x.recompute) == (Shard.OPTIMIZER, Recompute.NONE)
+    assert (read.workload.seq, read.workload.batch) == (4096, 64)
+    wide = newest("", "", "--training.local-batch-size", "4", "--parallelism.enable_sequence_parallel=false")
+    assert (wide.layout.sequence_parallel, wide.layout.micro_batch) == (False, 2)
+    assert newest("", "", "activation-checkpoint:full").layout.recompute is Recompute.FULL
+    later = newest("local_batch_size=8, global_batch_size=64, seq_len=4096", "max_context_length=4096")
+    assert (later.workload.seq, later.layout.micro_batch, later.workload.batch) == (4096, 4, 32)  # 16,384 tokens
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('attn_backend="varlen"', "num_mtp_layers=1", "num_mtp_layers 1"),
+        ('attn_backend="varlen"', "converters=[MXFP8LinearConverter.Config()]", "mxfp8linearconverter is not modelled"),
+        ("tensor_parallel_degree=2", "tensor_parallel_size=2", "tensor_parallel_size of torchtitan is not known"),
+        ("tensor_parallel_degree=2", "tensor_parallel_degree=int(os.getenv('TP'))", "TP, which is not known"),
+        ("training=TrainingConfig(", "training=ours(", "training is no TrainingConfig"),
+        ("activation_checkpoint=None", "activation_checkpoint=Ours.Config()", "activation_checkpoint is none of"),
+        ("seq_len=4096", "seq_len=4096, enable_cpu_offload=True", "host memory"),
+        ("seq_len=4096", 'seq_len=4096, dtype="bfloat16"', "in bf16 alone"),
+        ("local_batch_size=8", "max_context_length=3000", "no whole number of sequences"),
+        (
+            "tensor_parallel_degree=2",
+            "tensor_parallel_degree=1, context_parallel_degree=2, context_parallel_load_balancer=None",
+            "head-tail",
+        ),
+    ],
+)
+def test_what_torchtitan_0_3_does_otherwise_is_refused_by_name(old: str, new: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        newest(old, new)
+
+
+def test_async_tensor_parallelism_of_torchtitan_is_named_as_left_out() -> None:
+    notes = newest("CompileConfig(enable=True", "CompileConfig(enable=True, enable_async_tensor_parallel=True").notes
+    assert any("enable_async_tensor_parallel" in note.text for note in notes)
+    assert not any("enable_async_tensor_parallel" in note.text for note in newest().notes)
+
+
 def test_a_configuration_of_torchtitan_is_read_with_the_changes_to_it() -> None:
     x, work = titan("llama3_8b").layout, titan("llama3_8b").workload
     assert (x.tp, x.dp, x.micro_batch, x.shard, x.recompute) == (2, 16, 2, Shard.WEIGHTS, Recompute.FULL)

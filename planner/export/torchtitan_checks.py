@@ -1,0 +1,156 @@
+"""Checks of what torchtitan does otherwise than a plan: precision, overlaps, layouts and sharded state, by its release.
+
+Sources: torchtitan 0.2.2 and 0.3.0, distributed/parallel_dims.py, distributed/fsdp.py, models/*/parallelize.py.
+"""
+
+from __future__ import annotations
+
+from megaloom.dsl.sharding_table import padded_vocabulary
+from megaloom.planner.contract.choices import (
+    MICROBATCH_OVERLAPS,
+    GradReduce,
+    Overlap,
+    OverlapSet,
+    Recompute,
+    Reshard,
+    Shard,
+    default_overlaps,
+)
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision
+
+from .target import Target, refuse
+from .torchtitan_flavors import Flavor
+
+TORCH_DTYPES = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
+
+
+def check_torchtitan(plan: Plan, flavor: Flavor, target: Target) -> None:
+    """Raise UserError that names what a release of torchtitan does otherwise than the plan, and what would work."""
+    x = plan.layout
+    _check_precision(plan, target)
+    _check_overlaps(x, target)
+    _check_layout(x, flavor, target)
+    if target is Target.TORCHTITAN_0_3:
+        _check_newer(x, flavor)
+    else:
+        _check_older(x, flavor)
+    _check_vocabulary(x, flavor.decoder.vocab, target)
+
+
+def _check_precision(plan: Plan, target: Target) -> None:
+    """Refuse a precision that torchtitan does not have, or has on other layouts only, and gradients in bf16.
+
+    The only value of `training.mixed_precision_reduce` is float32.
+    """
+    precision, x = plan.workload.precision, plan.layout
+    if precision not in TORCH_DTYPES:
+        refuse(target, f"precision {precision}", f"plan with --precision {' or '.join(TORCH_DTYPES)}")
+    if target is Target.TORCHTITAN and precision is Precision.BF16 and x.dp * x.cp == 1 and x.world > 1:
+        refuse(
+            target,
+            f"bf16 on {x}: it has fp32 weights beside those in bf16 only where dp or cp is above 1",
+            "plan with --dp 2 or more, --cp 2 or more, or --precision fp32",
+        )
+    if x.grad_reduce is not GradReduce.FP32:
+        what = f"{x.grad_reduce} gradients: it reduces gradients in fp32 only"
+        refuse(target, what, "plan with --grad-reduce fp32")
+
+
+def _check_overlaps(x: Layout, target: Target) -> None:
+    """Refuse overlap other than that of gradients and weights, which torchtitan always has."""
+    for overlap in (o for o in x.overlaps if o in MICROBATCH_OVERLAPS):
+        own = {
+            Overlap.TENSOR: "it has that only through its async-TP option, which this plan does not use",
+            Overlap.EXPERTS: "it overlaps the all-to-all of experts in its own way, which the plan does not predict",
+        }[overlap]
+        refuse(target, f"overlap of {overlap}: {own}", "plan with --overlap gradients weights")
+    if x.dp * x.cp > 1 and x.overlaps != OverlapSet(default_overlaps(x.shard)):
+        overlaps = ", ".join(x.overlaps) or "none"
+        what = f"overlap of {overlaps}: it always overlaps gradients and weights"
+        refuse(target, what, "plan without --overlap")
+
+
+def _check_layout(x: Layout, flavor: Flavor, target: Target) -> None:
+    """Refuse a layout that no release of torchtitan has."""
+    if x.recompute is Recompute.SELECTIVE:
+        what = "recompute selective: it chooses ops to save, not modules to recompute"
+        refuse(target, what, "plan with --recompute none or full")
+    if x.recompute_layers:
+        what = f"recompute full of the first {x.recompute_layers} layers of each stage: it recomputes all or none"
+        refuse(target, what, "plan with --recompute full")
+    if x.microbatch_group not in (0, x.pp):
+        refuse(target, f"microbatch group {x.microbatch_group}: its groups have pp = {x.pp} micro-batches")
+    if x.dp * x.cp > 1 and x.shard is Shard.NONE and x.world > x.dp:
+        what = f"dp {x.dp} without a sharded optimizer, together with other axes"
+        refuse(target, what, "plan with --shard weights")
+    if x.dp % x.replicas:
+        what = f"{x.replicas} replicas of dp {x.dp}: each of its replicas has whole cp groups"
+        refuse(target, what, "plan with --replicas 1")
+    if flavor.decoder.moe and x.ep == 1 and x.etp != x.tp:
+        refuse(target, f"etp {x.etp} with tp {x.tp} and ep 1", f"plan with --etp {x.tp}")
+
+
+def _check_older(x: Layout, flavor: Flavor) -> None:
+    """Refuse a layout that 0.2.2 does not have."""
+    target = Target.TORCHTITAN
+    if x.tp > 1 and not x.sequence_parallel:
+        refuse(target, f"tp {x.tp} without sequence parallelism", "plan with --sequence-parallel")
+    if flavor.decoder.moe and x.ep > 1 and x.etp not in (1, x.tp):
+        refuse(target, f"etp {x.etp} with tp {x.tp} and ep {x.ep}", f"plan with --etp {x.tp}")
+    if flavor.model == "deepseek_v3" and x.cp > 1:
+        what = f"cp {x.cp} of {flavor.model}: with context parallelism it runs another attention kernel"
+        refuse(target, what, "plan with --cp 1")
+    if flavor.model == "qwen3" and x.pp > 1:
+        refuse(target, f"pp {x.pp} of {flavor.model}: it has no pipeline stages for that model", "plan with --pp 1")
+
+
+def _check_newer(x: Layout, flavor: Flavor) -> None:
+    """Refuse a layout that 0.3.0 does not have."""
+    target, moe = Target.TORCHTITAN_0_3, flavor.decoder.moe
+    if x.cp > 1:
+        what = f"cp {x.cp}: it gathers all keys and values, which the plan passes around a ring"
+        refuse(target, what, "plan with --cp 1, or export --to torchtitan")
+    if moe and x.tp > 1 and not x.sequence_parallel:
+        refuse(target, f"tp {x.tp} without sequence parallelism", "plan with --sequence-parallel")
+    if moe and x.ep > 1 and x.etp > 1:
+        what = f"etp {x.etp} with ep {x.ep}: it divides experts by expert parallelism or by tensor parallelism"
+        refuse(target, what, "plan with --etp 1")
+    if x.ep > 1 and (x.dp // x.replicas * x.tp) % x.ep:
+        what = f"ep {x.ep} of {x.replicas} replicas: its experts are divided within a replica"
+        refuse(target, what, "plan with --replicas 1")
+    if flavor.decoder.tied and x.pp > 1:
+        what = f"pp {x.pp} of {flavor.model} {flavor.name}: it has no pipeline of a model with tied embeddings"
+        refuse(target, what, "plan with --pp 1")
+
+
+def _check_vocabulary(x: Layout, vocab: int, target: Target) -> None:
+    """Refuse a padded vocabulary. Without a multiple, tp ranks have unequal parts, which cost what the largest does."""
+    if x.vocab_multiple > 1 and (padded := padded_vocabulary(vocab, x.split)) != vocab:
+        refuse(target, f"a vocabulary padded from {vocab:,} to {padded:,}", "plan with --vocab-multiple 1")
+
+
+def reshard_after_forward(x: Layout, microbatches: int, target: Target) -> str:
+    """Return torchtitan's policy for gathered weights. Raise UserError for state that it shards in another way.
+
+    Without a pipeline, fully_shard reduces gradients and frees weights after each backward pass. With "never", that is
+    `gradients` if there is one micro-batch, and no value of `shard` if there are more. In a pipeline, weights and
+    gradients stay whole until the last micro-batch (torch's pipelining/stage.py: backward_maybe_with_nosync): `weights`
+    for a step. With "always", they are freed after forward passes only, which is no value of `shard`.
+    """
+    if x.dp * x.cp == 1:
+        return "never"
+    each_microbatch = x.shard is Shard.WEIGHTS and x.reshard is Reshard.MICRO_BATCH
+    if x.pp > 1 and (each_microbatch or x.shard is Shard.GRADIENTS):
+        what = f"{_named(x)} with pp {x.pp}: in a pipeline it keeps weights and gradients whole for a step"
+        refuse(target, what, "plan with --shard weights --reshard step")
+    if x.pp == 1 and microbatches > 1 and not each_microbatch:
+        what = f"{_named(x)} with {microbatches} micro-batches: it reduces gradients after each of them"
+        one = f"plan with --shard weights, or one micro-batch: --micro-batch {x.micro_batch * microbatches}"
+        refuse(target, what, one)
+    return "always" if each_microbatch else "never"
+
+
+def _named(x: Layout) -> str:
+    return f"--shard {x.shard}" + (f" --reshard {x.reshard}" if x.reshard else "")

@@ -1,0 +1,110 @@
+"""torchtitan's options that Megatron-LM's flags cannot say: those of little effect are left out, others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from attrs import frozen
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.runs.words import Origin, Word
+
+_READ = frozenset(
+    {
+        "context_parallel_degree",
+        "context_parallel_rotate_method",
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "enable_sequence_parallel",
+        "expert_parallel_degree",
+        "expert_tensor_parallel_degree",
+        "fsdp_reshard_after_forward",
+        "module_fqns_per_model_part",
+        "pipeline_parallel_degree",
+        "pipeline_parallel_first_stage_less_layers",
+        "pipeline_parallel_last_stage_less_layers",
+        "pipeline_parallel_layers_per_stage",
+        "pipeline_parallel_microbatch_size",
+        "pipeline_parallel_schedule",
+        "tensor_parallel_degree",
+        "num_pp_microbatches",
+    }
+)
+"""Options of `parallelism` that other modules read."""
+_SILENT = frozenset(
+    {
+        "context_parallel_ptrr_mask_key",
+        "enable_compiled_autograd",
+        "enable_fsdp_symm_mem",
+        "spmd_backend",
+    }
+)
+"""Options of `parallelism` without effect on a layout, and hardly on time."""
+_OFF = ("", "false", "none", "null", "0", "standard", "default", "1D", "0.0")
+
+
+@frozen
+class _Judged:
+    """An option with another value than its usual ones, and the reason why it is refused or left out."""
+
+    option: str
+    reason: str
+    usual: tuple[str, ...] = _OFF
+
+
+_REFUSED = (
+    _Judged("training.dtype", "weights and optimizer states in bf16 alone are not modelled", ("float32",)),
+    _Judged("training.enable_cpu_offload", "weights and optimizer states in host memory are not modelled"),
+    _Judged("parallelism.pipeline_parallel_schedule_csv", "a schedule from a file is not modelled"),
+    _Judged("parallelism.context_parallel_load_balancer", "only head-tail balance is modelled", ("headtail", "true")),
+    _Judged("model.num_mtp_layers", "multi-token prediction of torchtitan is not modelled"),
+)
+_LEFT_OUT = (
+    _Judged("parallelism.enable_async_tensor_parallel", "tensor-parallel collectives inside of matrix products"),
+    _Judged("compile.enable_async_tensor_parallel", "tensor-parallel collectives inside of matrix products"),
+    _Judged("model.tp_gemm_backend", "tensor-parallel collectives inside of matrix products"),
+    _Judged("parallelism.expert_parallel_comm_backend", "another exchange of experts"),
+    _Judged("parallelism.pipeline_parallel_expert_parallel_overlap", "overlap of the exchange of experts"),
+    _Judged("parallelism.expert_parallel_a2a_dtype", "another format of the exchange of experts"),
+    _Judged("parallelism.disable_loss_parallel", "a loss over the whole vocabulary on each rank"),
+)
+
+
+def check_torchtitan_options(options: Mapping[str, Word]) -> None:
+    """Raise UserError for an option whose value is not known, that is not known itself, or that is not modelled."""
+    known = {one.option for one in (*_REFUSED, *_LEFT_OUT)}
+    for name, word in options.items():
+        section, _, key = name.partition(".")
+        if section not in ("model", "training", "parallelism", "activation_checkpoint"):
+            continue
+        if word.unknown and (section != "training" or key in ("local_batch_size", "global_batch_size", "seq_len")):
+            causes = " and ".join(f"{one.kind} {one.name}" for one in word.unknown)
+            raise UserError(f"{word.origin}: {name} depends on {causes}, which is not known")
+        if section == "parallelism" and key not in _READ | _SILENT and name not in known:
+            raise UserError(f"{word.origin}: the option {name} of torchtitan is not known")
+    for judged, word in _found(options, _REFUSED):
+        if judged.option.endswith("load_balancer") and _one(options, "parallelism.context_parallel_degree"):
+            continue
+        raise UserError(f"{word.origin}: {judged.option} {word.text:.40}: {judged.reason}")
+    converters = options.get("model.converters")
+    for one in converters.text.split(",") if converters is not None else ():
+        if one and "float8" not in one:
+            raise UserError(f"{options['model.converters'].origin}: torchtitan's converter {one:.40} is not modelled")
+
+
+def left_out_of_torchtitan(options: Mapping[str, Word]) -> Iterator[tuple[str, Origin]]:
+    """Yield what a prediction for Megatron-core leaves out of a run of torchtitan, with its lines."""
+    for judged, word in _found(options, _LEFT_OUT):
+        yield f"{judged.option} ({judged.reason}) is left out", word.origin
+
+
+def _found(options: Mapping[str, Word], judged: Sequence[_Judged]) -> Iterator[tuple[_Judged, Word]]:
+    for one in judged:
+        word = options.get(one.option)
+        if word is not None and word.text not in one.usual and word.text.lower() not in one.usual:
+            yield one, word
+
+
+def _one(options: Mapping[str, Word], name: str) -> bool:
+    word = options.get(name)
+    return word is None or word.text == "1"
