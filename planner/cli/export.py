@@ -30,7 +30,7 @@ def export(
         A plan.json.
     to
         The program: megatron-lm (a shell script), megatron-bridge (a Python script), accelerate (a YAML file),
-        torchtitan (a TOML file of 0.2.2), torchtitan-0.3 (a Python module), slurm (a job for sbatch that runs
+        torchtitan (a TOML file of 0.2.2), torchtitan-0-3 (a Python module), slurm (a job for sbatch that runs
         `megaloom train`, or Megatron-LM if the plan was made with --runtime megatron), kubernetes (a PyTorchJob) and
         skypilot (a task) that run `megaloom train`.
     output

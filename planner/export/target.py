@@ -15,7 +15,7 @@ class Target(StrEnum):
     MEGATRON_BRIDGE = "megatron-bridge"
     ACCELERATE = "accelerate"
     TORCHTITAN = "torchtitan"
-    TORCHTITAN_0_3 = "torchtitan-0.3"
+    TORCHTITAN_0_3 = "torchtitan-0-3"
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
     SKYPILOT = "skypilot"

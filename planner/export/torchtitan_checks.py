@@ -5,6 +5,7 @@ Sources: torchtitan 0.2.2 and 0.3.0, distributed/parallel_dims.py, distributed/f
 
 from __future__ import annotations
 
+from megaloom.dsl import MLA
 from megaloom.dsl.sharding_table import padded_vocabulary
 from megaloom.planner.contract.choices import (
     MICROBATCH_OVERLAPS,
@@ -112,6 +113,11 @@ def _check_newer(x: Layout, flavor: Flavor) -> None:
     if x.cp > 1:
         what = f"cp {x.cp}: it gathers all keys and values, which the plan passes around a ring"
         refuse(target, what, "plan with --cp 1, or export --to torchtitan")
+    attention = flavor.decoder.attention
+    heads = (attention.heads if isinstance(attention, MLA) else attention.kv_heads) or attention.heads
+    if heads % x.tp:
+        what = f"tp {x.tp} of {flavor.model} {flavor.name}: it divides {heads} heads of keys and values evenly"
+        refuse(target, what, f"plan with a --tp that divides {heads}")
     if moe and x.tp > 1 and not x.sequence_parallel:
         refuse(target, f"tp {x.tp} without sequence parallelism", "plan with --sequence-parallel")
     if moe and x.ep > 1 and x.etp > 1:

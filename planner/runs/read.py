@@ -20,6 +20,7 @@ from .megatron.read import ArgumentSource, Hints, read_run
 from .own_plan import is_own_plan, plan_run
 from .recipes.command import recipe_command
 from .recipes.read import recipe_run
+from .recipes.release import release_in_comment
 from .run import Devices, Note, TrainingRun
 from .settings import SettingsRun, primus_command, settings_command, settings_text
 from .settings.bridge import bridge_run
@@ -68,7 +69,8 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
     if Path(path).suffix.lower() in SETTINGS:
         overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
         settings = settings_text(text, path, given.environment, overrides, lambda flag: flag in table(), given.flags)
-        return _of_settings(settings, path, given)
+        release = release_in_comment(text, settings.framework) or settings.version
+        return _of_settings(evolve(settings, version=release), path, given)
     if Path(path).suffix.lower() == ".py":
         return _of_python(text, path, given)
     if is_own_plan(text):
@@ -86,9 +88,13 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
 def _of_python(text: str, path: str, given: RunInputs) -> TrainingRun:
     """Return the run of a Python file, which is parsed, never imported."""
     if is_bridge_script(text):
-        return _of_settings(bridge_run(bridge_script_tree(text, path), given.environment), path, given)
+        settings = bridge_run(bridge_script_tree(text, path), given.environment)
+        release = release_in_comment(text, settings.framework)
+        return _of_settings(evolve(settings, version=release), path, given)
     overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
-    return _of_settings(recipe_run(text, path, given.environment, overrides, given.command), path, given)
+    settings = recipe_run(text, path, given.environment, overrides, given.command)
+    release = release_in_comment(text, settings.framework) or settings.version
+    return _of_settings(evolve(settings, version=release), path, given)
 
 
 def file_text(path: str) -> str:
@@ -127,6 +133,8 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
         settings = evolve(settings, words=(*model.words(name), *settings.words))
         assumed += f"; the sizes of {name.text} as it was published"
     run = _of_script(settings.script(path), path, evolve(given, command=None))
+    defaults = run.defaults or f"{run.program} {run.version}".strip()
+    run = evolve(run, program=settings.framework, version=settings.version, defaults=defaults)
     return evolve(run, assumed=(Note(assumed), *run.assumed), notes=(*run.notes, *left_out))
 
 

@@ -83,6 +83,8 @@ Edits = Callable[[Plan], tuple[Edit, ...]]
 class TrainingRun:
     """A run as its file describes it.
 
+    program: the framework that the file is for. version: its release, if the file or the user states one. defaults:
+    the release of Megatron-LM whose defaults hold where the file states no value; empty if none are taken.
     stages: the first graph node of each pipeline stage, in model order. profile: the framework as its flags set it.
     notes: what the prediction leaves out.
     assumed: what the file does not say, and what was taken instead.
@@ -102,6 +104,7 @@ class TrainingRun:
     assumed: tuple[Note, ...] = ()
     measured: Measured | None = None
     edits: Edits | None = None
+    defaults: str = ""
     own: Plan | None = None  # the plan of Megaloom that the file is
 
     @property

@@ -38,7 +38,9 @@ def opinion_text(opinion: Opinion) -> str:
 
 def _head(opinion: Opinion) -> str:
     run = opinion.run
-    return f"{printable(run.path)}: {f'{run.program} {run.version}'.strip()} on {opinion.cluster}\n"
+    release = f"{run.program} {run.version}".strip()
+    defaults = f" (defaults of {run.defaults.removeprefix(f'{run.program} ')})" if run.defaults else ""
+    return f"{printable(run.path)}: {printable(release)}{defaults} on {opinion.cluster}\n"
 
 
 def _read(run: TrainingRun) -> Iterator[str]:

@@ -69,6 +69,7 @@ def _read(run: TrainingRun) -> dict[str, Any]:
         "path": run.path,
         "program": run.program,
         "program_version": run.version,
+        "defaults_of": run.defaults,
         "parameters": params(run.model),
         "layout": layout_to_json(run.layout),
         "workload": asdict(run.workload),

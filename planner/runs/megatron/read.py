@@ -79,7 +79,8 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
     run = TrainingRun(
         path=source.path,
         program="Megatron-DeepSpeed" if a["deepspeed"] else PROGRAM,
-        version="" if a["deepspeed"] else version,
+        version=(stated and version) or "",
+        defaults="" if a["deepspeed"] or a.complete or stated else f"{PROGRAM} {version}",
         model=model,
         layout=layout,
         workload=workload,

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from attrs import evolve
+
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.quoting import printable
 from megaloom.planner.runs.settings.flag_words import SettingsRun
@@ -16,6 +18,7 @@ from megaloom.planner.runs.words import Origin, Word
 from .bridge_recipe import bridge_recipe_run
 from .evaluate import RecipeEvaluator, Scope
 from .modules import ModuleFiles, PythonModule, parsed_module
+from .release import bridge_release
 from .titan import titan_run
 from .values import Function, Instance, Known, Value
 
@@ -51,7 +54,8 @@ def recipe_run(
         raise UserError(f"{path}: the file is nested too deeply to be evaluated") from None
     if titan:
         return titan_run(config, path, overrides)
-    return bridge_recipe_run(config, path, override_tree(overrides), environment)
+    run = bridge_recipe_run(config, path, override_tree(overrides), environment)
+    return evolve(run, version=bridge_release(files))
 
 
 def _program(module: PythonModule) -> str | None:

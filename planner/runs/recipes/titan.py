@@ -40,7 +40,16 @@ def titan_run(config: Value, path: str, overrides: Sequence[Word] = ()) -> Setti
     for name, kind in SECTIONS.items():
         tree[name] = _section(config, name, kind)
     joined = overlaid(tree, option_tree(overrides)) or {}
-    return torchtitan_run(_in_sequences(joined, config.origin))
+    return evolve(torchtitan_run(_in_sequences(joined, config.origin)), version=_release(joined))
+
+
+def _release(tree: Tree) -> str:
+    """Return the release by the fields that the file sets: 0.3 counts sequences, what comes after it counts tokens."""
+    training = found(tree, "training")
+    stated = training if isinstance(training, Mapping) else {}
+    if any(name in stated for name in TOKENS):
+        return "after 0.3"
+    return "0.3" if stated.keys() & {"local_batch_size", "seq_len", "global_batch_size"} else ""
 
 
 def _flavor(spec: Value | None) -> Known | None:

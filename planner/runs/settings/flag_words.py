@@ -86,6 +86,7 @@ class SettingsRun:
     """The run that a settings file describes, as a command line, with what is not known of it."""
 
     framework: str
+    version: str = ""  # the framework's release, if the file states it
     words: tuple[Word, ...]
     nodes: Word | None = None
     per_node: Word | None = None

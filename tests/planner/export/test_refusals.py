@@ -243,6 +243,7 @@ SHARDED = Layout(dp=2, shard="optimizer")
             "--overlap gradients weights",
         ),
         (Target.TORCHTITAN_0_3, LLAMA, evolve(SHARDED, cp=2), {}, "cp 2", "--cp 1"),
+        (Target.TORCHTITAN_0_3, LLAMA, Layout(tp=16, sequence_parallel=True), {}, "divides 8 heads", "divides 8"),
         (Target.TORCHTITAN_0_3, V3, evolve(SHARDED, tp=2, etp=2), {}, "tp 2 without sequence", "--sequence-parallel"),
         (
             Target.TORCHTITAN_0_3,

@@ -13,8 +13,11 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.parameters import params
 from megaloom.planner.contract.choices import Recompute, Shard
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.runs.opinion import Opinion
 from megaloom.planner.runs.read import RunInputs, read_file, read_text
 from megaloom.planner.runs.run import TrainingRun
+from megaloom.planner.runs.text import opinion_text
 
 TITAN = """
 from torchtitan.components.quantization import Float8LinearConverter
@@ -204,6 +207,24 @@ def test_batches_and_stages_of_torchtitan_0_3_are_read() -> None:
 def test_what_torchtitan_0_3_does_otherwise_is_refused_by_name(old: str, new: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         newest(old, new)
+
+
+def head_line(run: TrainingRun) -> str:
+    """Return the first line of the opinion on a run, without its path."""
+    opinion = Opinion(run=run, cluster=cluster("32xH100"), broken=())
+    return opinion_text(opinion).partition("\n")[0].partition(": ")[2]
+
+
+def test_the_head_line_names_the_framework_and_its_release(bridge: Path) -> None:
+    defaults = "(defaults of Megatron-LM 0.16.1) on 32xH100"
+    assert head_line(newest()) == f"torchtitan 0.3 {defaults}"
+    assert head_line(titan("llama3_8b")) == f"torchtitan after 0.3 {defaults}"
+    assert head_line(newest("\nimport os", "# For torchtitan 0.3.0\nimport os")).startswith("torchtitan 0.3.0 (")
+    recipe = bridge / "src/megatron/bridge/recipes/llama.py"
+    assert head_line(run(recipe, "llama_pretrain_16gpu_config")) == f"Megatron-Bridge {defaults}"
+    package = bridge / "src/megatron/bridge/package_info.py"
+    package.write_text("raise SystemError\nMAJOR = 0\nMINOR = 7\nPATCH = 1\n")
+    assert head_line(run(recipe, "llama_pretrain_16gpu_config")) == f"Megatron-Bridge 0.7.1 {defaults}"
 
 
 def test_async_tensor_parallelism_of_torchtitan_is_named_as_left_out() -> None:
