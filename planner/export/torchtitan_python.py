@@ -18,7 +18,7 @@ from .torchtitan import chunks_note
 from .torchtitan_fields import titan_fields
 from .torchtitan_flavors import Flavor
 
-FUNCTION = "planned"
+CONFIG_FUNCTION = "planned"
 """The function of the file that returns the configuration: `--config planned`."""
 
 
@@ -35,7 +35,7 @@ def config_python(plan: Plan, graph: Graph) -> str:
     imported = "from torchtitan.distributed.activation_checkpoint import FullAC\n" if whole else ""
     return f"""{title(plan, graph.name)}\
 # For torchtitan 0.3.0, with this file as NAME.py in a folder of PYTHONPATH:
-# torchrun --nnodes {nodes} --nproc-per-node {each} ... -m torchtitan.train --module NAME --config {FUNCTION}
+# torchrun --nnodes {nodes} --nproc-per-node {each} ... -m torchtitan.train --module NAME --config {CONFIG_FUNCTION}
 # torchtitan's own model has {made.flavor.own}. That does not change the step time.
 # Its attention stays within documents; the plan counts whole sequences.
 {chunks_note(plan.layout)}# Add the tokenizer (hf_assets_path), dataloader, optimizer, steps and learning rate.
@@ -46,7 +46,7 @@ from torchtitan.models.{made.flavor.model} import model_registry
 from torchtitan.trainer import Trainer
 
 
-def {FUNCTION}() -> Trainer.Config:
+def {CONFIG_FUNCTION}() -> Trainer.Config:
     spec = {spec}
     return Trainer.Config(
         model_spec=spec,

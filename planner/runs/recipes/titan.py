@@ -15,16 +15,16 @@ from megaloom.planner.runs.words import Origin, Word
 
 from .values import Foreign, Instance, Known, Value, as_tree
 
-DEFAULTS = {"local_batch_size": "8", "seq_len": "2048"}
+TITAN_DEFAULTS = {"local_batch_size": "8", "seq_len": "2048"}
 """torchtitan's defaults of training in 0.3.0."""
 MICROBATCH_TOKENS, CONTEXT_TOKENS = 16384, 2048
 """Defaults of training after 0.3.0: tokens of a micro-batch, and of a sequence."""
-TOKENS = ("num_tokens_per_microbatch_per_dp_rank", "max_context_length", "num_tokens_per_train_step")
+TOKEN_FIELDS = ("num_tokens_per_microbatch_per_dp_rank", "max_context_length", "num_tokens_per_train_step")
 """Fields of training after 0.3.0, which counts tokens instead of sequences."""
-MICROBATCHES = "num_pp_microbatches"
-MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
+PIPELINE_MICROBATCHES = "num_pp_microbatches"
+AC_CLASSES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 SUBCOMMAND = "activation_checkpoint:"
-SECTIONS = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
+TITAN_SECTIONS = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
 """Sections that are read, and the classes of their values."""
 OF_MODEL = ("num_mtp_layers", "tp_gemm_backend")
 """Arguments of `model_registry` that change a step, with names of our own in the section of the model."""
@@ -37,7 +37,7 @@ def titan_run(config: Value, path: str, overrides: Sequence[Word] = ()) -> Setti
     if not isinstance(config, Instance) or not isinstance(spec, Instance) or flavor is None:
         raise UserError(f"{path} builds no configuration of torchtitan with a flavor of a model")
     tree: dict[str, Tree] = {"model": _model(spec, flavor, path), "activation_checkpoint": {"mode": _mode(config)}}
-    for name, kind in SECTIONS.items():
+    for name, kind in TITAN_SECTIONS.items():
         tree[name] = _section(config, name, kind)
     joined = overlaid(tree, option_tree(overrides)) or {}
     return evolve(torchtitan_run(_in_sequences(joined, config.origin)), version=_release(joined))
@@ -47,7 +47,7 @@ def _release(tree: Tree) -> str:
     """Return the release by the fields that the file sets: 0.3 counts sequences, what comes after it counts tokens."""
     training = found(tree, "training")
     stated = training if isinstance(training, Mapping) else {}
-    if any(name in stated for name in TOKENS):
+    if any(name in stated for name in TOKEN_FIELDS):
         return "after 0.3"
     return "0.3" if stated.keys() & {"local_batch_size", "seq_len", "global_batch_size"} else ""
 
@@ -97,10 +97,10 @@ def _mode(config: Instance) -> Setting:
     if value is None:
         return Setting(Word("selective", config.origin))
     name = value.name if isinstance(value, Instance | Foreign) else ""
-    mode = next((mode for kind, mode in MODES.items() if kind in name.split(".")), None)
+    mode = next((mode for kind, mode in AC_CLASSES.items() if kind in name.split(".")), None)
     origin = value.origin if isinstance(value, Instance | Foreign | Known) else config.origin
     if mode is None:
-        raise UserError(f"{origin}: activation_checkpoint is none of {', '.join(MODES)}")
+        raise UserError(f"{origin}: activation_checkpoint is none of {', '.join(AC_CLASSES)}")
     return Setting(Word(mode, origin))
 
 
@@ -139,14 +139,14 @@ def _plain(word: Word) -> Setting:
 def _in_sequences(tree: Tree, origin: Origin) -> Tree:
     """Return the settings with batch sizes in sequences, where a release after 0.3.0 counts tokens."""
     training = found(tree, "training")
-    by_tokens = isinstance(training, Mapping) and any(name in training for name in TOKENS)
-    if not by_tokens and setting_at(tree, f"parallelism.{MICROBATCHES}") is None:
-        defaults: Tree = {name: Setting(Word(text, origin)) for name, text in DEFAULTS.items()}
+    by_tokens = isinstance(training, Mapping) and any(name in training for name in TOKEN_FIELDS)
+    if not by_tokens and setting_at(tree, f"parallelism.{PIPELINE_MICROBATCHES}") is None:
+        defaults: Tree = {name: Setting(Word(text, origin)) for name, text in TITAN_DEFAULTS.items()}
         return overlaid({"training": defaults}, tree) or tree
-    micro = _number(tree, f"training.{TOKENS[0]}", MICROBATCH_TOKENS, origin)
-    context = _number(tree, f"training.{TOKENS[1]}", CONTEXT_TOKENS, origin)
-    step = _number(tree, f"training.{TOKENS[2]}", -1, origin)
-    times = _number(tree, f"parallelism.{MICROBATCHES}", 1, origin)
+    micro = _number(tree, f"training.{TOKEN_FIELDS[0]}", MICROBATCH_TOKENS, origin)
+    context = _number(tree, f"training.{TOKEN_FIELDS[1]}", CONTEXT_TOKENS, origin)
+    step = _number(tree, f"training.{TOKEN_FIELDS[2]}", -1, origin)
+    times = _number(tree, f"parallelism.{PIPELINE_MICROBATCHES}", 1, origin)
     for word in (micro, step):
         if int(word.text) > 0 and int(word.text) % int(context.text):
             what = f"{word.text} tokens are no whole number of sequences of {context.text}"
