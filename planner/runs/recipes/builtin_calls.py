@@ -8,7 +8,7 @@ from typing import Any
 
 from megaloom.planner.runs.words import Unknown
 
-from .values import Instance, Known, Lacking, Value, item_key
+from .values import Foreign, Function, Instance, Known, Lacking, Value, item_key
 
 MOST_LOOPS = 1000
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -27,6 +27,8 @@ def computed_call(call: Instance, environment: Mapping[str, str]) -> Value | Non
     """Return the value of a call of a function of Python's; None for another one."""
     if call.last in ("deepcopy", "copy") and (call.arguments or call.base):
         return deepcopy(call.arguments[0] if call.arguments else call.base)
+    if call.last in ("Config", "Partial") and call.name.startswith("nemo_run.") and call.arguments:
+        return _built(call)
     if call.name == "getattr" and len(call.arguments) > 1 and isinstance(call.arguments[0], Instance):
         default = call.arguments[2] if len(call.arguments) > 2 else Known(None, call.origin)
         return call.arguments[0].fields.get(item_key(call.arguments[1]), default)
@@ -43,6 +45,13 @@ def computed_call(call: Instance, environment: Mapping[str, str]) -> Value | Non
     if call.base is not None and call.base.last == "ArgumentParser":
         return _argparse(call, call.base)
     return None
+
+
+def _built(call: Instance) -> Value | None:
+    """Return the object that `run.Config(CLASS, …)` or `run.Partial(FUNCTION, …)` of NeMo-Run describes."""
+    first = call.arguments[0]
+    name = first.name if isinstance(first, Foreign) else first.node.name if isinstance(first, Function) else ""
+    return Instance(name, call.origin, dict(call.fields), list(call.arguments[1:])) if name else None
 
 
 def _number(call: Instance) -> Value | None:

@@ -32,6 +32,7 @@ PYTHON_OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], object]] = {
     ast.Is: operator.is_, ast.IsNot: operator.is_not,
     ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
 }  # fmt: skip
+LIST_METHODS = ("append", "extend")
 SIZES = (int, float, bool)
 """Types of constants that are computed with; others are compared only."""
 
@@ -313,7 +314,8 @@ class RecipeEvaluator:
 
     def _imported(self, source: str, name: str, origin: Origin) -> Value:
         other = self.files.module(source) if name and self.follows(source) else None
-        if other and (name in other.functions or name in other.constants or name in other.imports):
+        itself = other is not None and other.imports.get(name) == (source, name)  # a package that imports its modules
+        if other and not itself and name in (*other.functions, *other.constants, *other.imports):
             return self.named(name, other, origin)
         return Foreign(".".join(filter(None, (source, name))), origin)
 
@@ -335,6 +337,10 @@ class RecipeEvaluator:
             elif isinstance(value, Instance):
                 keywords |= value.fields
         owner = self.value(node.func.value, scope, module) if isinstance(node.func, ast.Attribute) else None
+        if isinstance(owner, list) and isinstance(node.func, ast.Attribute) and node.func.attr in LIST_METHODS:
+            added = arguments[0] if arguments and node.func.attr == "extend" else arguments
+            owner.extend(added if isinstance(added, list) else [])
+            return Known(None, module.origin(node))
         callee = self.value(node.func, scope, module)
         if isinstance(callee, Function):
             return self.call(callee, arguments, keywords)

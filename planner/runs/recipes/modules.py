@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from attrs import define, field, frozen
@@ -15,7 +16,7 @@ from megaloom.planner.runs.words import Origin
 
 @frozen(eq=False)
 class PythonModule:
-    """A parsed file: its functions, its assignments, and the names that it imports, as module and name."""
+    """A parsed file: its functions, classes and assignments, and the names that it imports, as module and name."""
 
     path: str
     package: str  # of relative imports
@@ -23,6 +24,8 @@ class PythonModule:
     functions: dict[str, ast.FunctionDef]
     constants: dict[str, ast.expr]
     imports: dict[str, tuple[str, str]]
+    classes: dict[str, ast.ClassDef] = field(factory=dict)
+    name: str = ""
 
     def origin(self, node: ast.expr | ast.stmt) -> Origin:
         """Return the line of a node."""
@@ -35,10 +38,14 @@ def parsed_module(text: str, path: str, name: str = "") -> PythonModule:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{path}:{getattr(error, 'lineno', None) or 1}: this line is not Python") from None
-    module = PythonModule(path, name.rpartition(".")[0] if not path.endswith("__init__.py") else name, tree, {}, {}, {})
+    module = PythonModule(
+        path, name.rpartition(".")[0] if not path.endswith("__init__.py") else name, tree, {}, {}, {}, name=name
+    )
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             module.functions[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            module.classes[node.name] = node
         elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             module.constants[node.targets[0].id] = node.value
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
@@ -63,12 +70,15 @@ class ModuleFiles:
     """Finds files of modules. script: the path of the file that was given."""
 
     script: Path
+    other_name: Callable[[str], str | None] = lambda name: None  # of a module that a package imports under this name
     read: dict[str, PythonModule | None] = field(factory=dict)
 
     def module(self, name: str) -> PythonModule | None:
         """Return a module by its dotted name, or None if its file is not there."""
         if name not in self.read:
             self.read[name] = self._parsed(name)
+            if self.read[name] is None and (other := self.other_name(name)) is not None:
+                self.read[name] = self._parsed(other)
         return self.read[name]
 
     def _parsed(self, name: str) -> PythonModule | None:

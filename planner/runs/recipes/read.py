@@ -18,11 +18,12 @@ from megaloom.planner.runs.words import Origin, Word
 from .bridge_recipe import bridge_recipe_run
 from .evaluate import RecipeEvaluator, Scope
 from .modules import ModuleFiles, PythonModule, parsed_module
+from .nemo2 import LLM, follows_nemo, nemo2_run, nemo_module
 from .release import bridge_release
 from .titan import titan_run
 from .values import Function, Instance, Known, Value
 
-STARTING = frozenset({"pretrain", "finetune", "train", "run"})
+STARTING = frozenset({"pretrain", "finetune", "train", "run", "add"})
 """Functions that a script gives its configuration."""
 NOT_FOLLOWED = ("mixed_precision", "torch", "transformers", "environment_utils")
 SHOWN_RECIPES = 40
@@ -37,23 +38,25 @@ def recipe_run(
 
     Raise UserError for a file that is of no known program, and for several functions without a name.
     """
-    files = ModuleFiles(Path(path))
+    files = ModuleFiles(Path(path), nemo_module)
     module = parsed_module(text, path, files.name_of(Path(path)))
     program = _program(module)
     if program is None:
         raise UserError(
-            f"{path} is a Python file which is not read: no recipe of Megatron-Bridge, no configuration of torchtitan\n"
+            f"{path} is a Python file which is not read: no recipe of Megatron-Bridge or NeMo 2, no configuration of "
+            "torchtitan\n"
             "give a log of Megatron-LM, or the script or command line that starts it"
         )
-    titan = program == "torchtitan"
-    follows = _follows_registries if titan else partial(_follows_recipes, Path(path).parent)
+    follows = FOLLOWS.get(program) or partial(_follows_recipes, Path(path).parent)
     evaluator = RecipeEvaluator(files, follows, environment)
     try:
         config = _configuration(module, name, evaluator, path)
     except RecursionError:
         raise UserError(f"{path}: the file is nested too deeply to be evaluated") from None
-    if titan:
+    if program == "torchtitan":
         return titan_run(config, path, overrides)
+    if program == LLM:
+        return nemo2_run(config, path, evaluator, override_tree(overrides), environment)
     run = bridge_recipe_run(config, path, override_tree(overrides), environment)
     return evolve(run, version=bridge_release(files))
 
@@ -61,7 +64,7 @@ def recipe_run(
 def _program(module: PythonModule) -> str | None:
     """Return the program that a file configures, by what it imports."""
     sources = [source for node in ast.walk(module.tree) for source in _sources(node, module)]
-    for mark in ("torchtitan", "megatron.bridge"):
+    for mark in ("torchtitan", "megatron.bridge", LLM):
         if any(source == mark or source.startswith(f"{mark}.") for source in sources):
             return mark
     return None
@@ -70,11 +73,17 @@ def _program(module: PythonModule) -> str | None:
 def _sources(node: ast.AST, module: PythonModule) -> list[str]:
     if isinstance(node, ast.Import):
         return [one.name for one in node.names]
-    return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+    if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
+        return []
+    return [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
 
 
 def _follows_registries(source: str) -> bool:
     return source.endswith(("config_registry", ".configs"))
+
+
+FOLLOWS = {"torchtitan": _follows_registries, LLM: follows_nemo}
+"""Functions that say whether a module's file is read, by the program."""
 
 
 def _follows_recipes(folder: Path, source: str) -> bool:
@@ -112,14 +121,15 @@ def _listed(names: list[str]) -> str:
 def _is_recipe(name: str, node: ast.FunctionDef) -> bool:
     needed = len(node.args.args) - len(node.args.defaults) + sum(one is None for one in node.args.kw_defaults)
     returned = ast.unparse(node.returns) if node.returns else ""
-    return not name.startswith("_") and needed <= 0 and (returned.endswith(("Config", "ConfigContainer")))
+    builds = returned.endswith(("Config", "ConfigContainer")) or returned in ("run.Partial", "Partial")
+    return not name.startswith("_") and needed <= 0 and builds
 
 
 def _called(name: str, module: PythonModule, evaluator: RecipeEvaluator) -> Value:
     function = evaluator.named(name, module, Origin(module.path, 1))
     if not isinstance(function, Function):
         source = ".".join(filter(None, module.imports.get(name, ("", name))))
-        raise UserError(f"{module.path}: the file of {source} is not there\nread it where Megatron-Bridge is installed")
+        raise UserError(f"{module.path}: the file of {source} is not there\nread it where its package is installed")
     return evaluator.call(function, (), {})
 
 
@@ -135,9 +145,11 @@ def _started(module: PythonModule, evaluator: RecipeEvaluator, path: str) -> Val
     evaluator.body(module.tree.body, scope, module)
     for call in evaluator.calls:
         if call.last in STARTING:
+            if {"model", "trainer"} <= call.fields.keys():
+                return call
             for value in (*call.arguments, *call.fields.values()):
                 if isinstance(value, Instance) and "model" in value.fields:
                     return value
-    unknown = next((call.last for call in evaluator.calls if call.last.endswith("_config")), None)
-    hint = f"\nthe file of {unknown} is not there: read it where Megatron-Bridge is installed" if unknown else ""
+    unknown = next((call.name for call in evaluator.calls if call.last.endswith(("_config", "_recipe"))), None)
+    hint = f"\nthe file of {unknown} is not there: read it where its package is installed" if unknown else ""
     raise UserError(f"{printable(path)} starts no training with a configuration that is known{hint}")
