@@ -10,7 +10,7 @@ from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, leaves
 from megaloom.planner.runs.words import Word
 
-NULL_MATTERS = frozenset({"parallelism.context_parallel_load_balancer"})
+NULL_MATTERS = frozenset({"parallelism.context_parallel_load_balancer", "activation_checkpoint.mode"})
 """Options for which none is another value than the default."""
 
 
