@@ -11,27 +11,15 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from attrs import field, frozen
 
-from megaloom.dsl import Model, MoE, SwiGLU
+from benchmarks.gpu_models import reference
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.examples.bloom import bloom
-from megaloom.examples.deepseek import deepseek, latent
-from megaloom.examples.gemma2 import gemma2
-from megaloom.examples.gemma3 import gemma3
-from megaloom.examples.gpt2 import gpt
-from megaloom.examples.gpt_oss import gpt_oss
-from megaloom.examples.llama3 import llama
-from megaloom.examples.mamba2 import mamba2
-from megaloom.examples.mistral import mistral
-from megaloom.examples.mixtral import mixtral
-from megaloom.examples.qwen3 import qwen3
 from megaloom.planner import (
     Plan,
     Precision,
@@ -49,61 +37,9 @@ GiB = 2**30
 STEPS, FIRST = 16, 6  # steps of a case, and the first ones, which compile kernels and are not counted
 
 
-def small() -> Model:
-    """Return a GPT of eight narrow layers, whose kernels end before the host can launch the next ones."""
-    return gpt("small", layers=8, heads=8, embed=512)
-
-
-def llama_8b() -> Model:
-    return llama("llama3-8b, 6 layers", layers=6, heads=32, kv_heads=8, embed=4096, ff=14336)
-
-
-def llama_70b() -> Model:
-    return llama("llama3-70b, 2 layers", layers=2, heads=64, kv_heads=8, embed=8192, ff=28672, vocab=32000)
-
-
-def mixtral_8x7b() -> Model:
-    return mixtral("mixtral-8x7b, 2 layers", layers=2, heads=32, kv_heads=8, embed=4096, ff=14336)
-
-
-def qwen3_30b() -> Model:
-    return qwen3("qwen3-30b-a3b, 4 layers", 4, 32, 4, 2048, MoE(SwiGLU(768), 128, 8, balance=0.001))
-
-
-def gpt_oss_20b() -> Model:
-    return gpt_oss("gpt-oss-20b, 2 layers", 2, 32)
-
-
-def gemma2_2b() -> Model:
-    return gemma2("gemma2-2b, 8 layers", 8, 8, 4, 2304, 9216)
-
-
-def gemma3_4b() -> Model:
-    return gemma3("gemma3-4b, 12 layers", 12, 8, 4, 2560, 10240)
-
-
-def mistral_7b() -> Model:
-    return mistral("mistral-7b, 6 layers", 6, 32, 8, 4096, 14336, vocab=32000, rope=1e4, window=4096)
-
-
-def bloom_7b() -> Model:
-    return bloom("bloom-7b1, 4 layers", 4, 32, 4096)
-
-
-def deepseek_v3() -> Model:
-    """Return one dense and one sparse layer of DeepSeek-V3, with 32 of its 256 experts."""
-    moe = MoE(SwiGLU(2048), 32, 8, balance=0.0001, shared=SwiGLU(2048), score="sigmoid", corrected=True, scale=2.5)
-    attention = latent(128, 1536, 1.0)
-    return deepseek("deepseek-v3, 2 layers", attention, 7168, ff=18432, moe=moe, dense=1, sparse=1, vocab=32000)
-
-
-def mamba2_1b() -> Model:
-    return mamba2("mamba2-1.3b, 24 layers", 24, 2048)
-
-
 @frozen
 class Case:
-    """A model of the examples or of this file, sequences per device, and fixed layout fields."""
+    """A model of the examples or of `gpu_models`, sequences per device, and fixed layout fields."""
 
     model: str
     seq: int
@@ -152,8 +88,7 @@ FAMILIES = (
 
 def planned(case: Case, count: int, name: str, precision: Precision) -> Plan:
     """Return the best plan of a case."""
-    here = f"{Path(__file__).resolve()}:{case.model}"
-    model, ref = find(here if case.model in globals() else case.model)
+    model, ref = find(reference(case.model))
     work = Workload(seq=case.seq, batch=case.batch * count, precision=precision)
     return plan(model, cluster(f"{count}x{name}"), work, ref=ref, fixed=case.fixed).best
 

@@ -23,7 +23,8 @@ GPU = MACHINE.slowest  # power limits the clock of each device a little differen
 LINK = MACHINE.intra  # all 8 devices share one node, so all traffic is on NVLink
 
 # How the runtime runs a layer, as measured on an H200. A memory-bound kernel of the kind moves its tensors this many
-# times, forward and backward; "gradient" adds a micro-batch's weight gradient to the main gradient, backward.
+# times, forward and backward; "gradient" adds a micro-batch's weight gradient to the main gradient, backward, where no
+# product does that.
 PASSES = {
     "lookup": (1.0, 1.0),
     "normalize": (1.7, 2.6),
@@ -86,9 +87,13 @@ class Node:
     """One layer on one device, for one micro-batch: seconds, bytes of saved activations, weight elements."""
 
     def __init__(self, kernels: list[tuple[float, float, float, float]], gathers: int, saved: int, params: int):
-        """Add up a layer. gathers: its exchanges with the tensor-parallel rank, forward; see `exchange` below."""
+        """Add up a layer. gathers: its exchanges with the tensor-parallel rank, forward; see `exchange` below.
+
+        Products read and write the main gradients of their weights; a kernel adds the gradients of other weights.
+        """
         forward, backward, launched, launched_back = (sum(column) for column in zip(*kernels, strict=True))
-        added = PASSES["gradient"][1] * (BF16 + 2 * FP32) * params / GPU.moves
+        by_products = any(launches_back == 2 for *_, launches_back in kernels)  # of input and weight
+        added = (2 * FP32 if by_products else PASSES["gradient"][1] * (BF16 + 2 * FP32)) * params / GPU.moves
         exchange = ring("all_gather", BF16 * SEQ * HIDDEN, TP)  # a reduce-scatter takes equally long
         back = {0: 0, 1: 1, 2: 3}[gathers]  # backward mirrors each exchange, and gathers the saved input once more
         self.forward: float = max(forward, LAUNCH * launched) + gathers * exchange

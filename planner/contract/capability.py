@@ -6,7 +6,7 @@ A plan records the environment that it assumes; `differences` compares that with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from enum import StrEnum
 from functools import lru_cache
 from math import prod
@@ -27,6 +27,7 @@ from .workload import Precision, Runtime
 GROUPED_GEMM = "torch._grouped_mm"  # one kernel for the matrix products of several experts
 FLEX_ATTENTION = "torch.nn.attention.flex_attention"  # compiled by Triton, with a backward pass
 TRANSFORMER_ENGINE = "Transformer Engine"
+ADDED_GRADIENTS = "torch.addmm into fp32"  # the product that makes a weight's gradient adds it to the main gradient
 
 # Devices on which torch._grouped_mm is a loop over the experts: those of compute capability below 9.0, and CPUs.
 WITHOUT_GROUPED_GEMM = ("V100", "A100", "A100-40GB", "A100-PCIe", "A100-PCIe-40GB", "A800", "CPU")
@@ -128,6 +129,8 @@ class Execution:
     grouped_experts: bool  # one kernel multiplies by the weights of all experts of a device
     stacked_experts: bool  # it does so with a copy of the weights, in one tensor
     engine: frozenset[EnginePart] = NO_PARTS  # parts of the module that Transformer Engine computes
+    adds_gradients: bool = False  # where DDP has buffers of main gradients, linear layers add to them
+    concurrent_experts: bool = False  # products by several experts run at once, each on a stream
 
     @property
     def recomputes_cores(self) -> bool:
@@ -138,6 +141,10 @@ class Execution:
     def holds_extra(self) -> bool:
         """True if kernels of the node hold memory of their own in the backward pass, beside gradients."""
         return self.stacked_experts or any(core.kernel in BODY_KERNELS for core in self.cores)
+
+    def product_adds(self, work: Work) -> bool:
+        """True if a product adds the gradient of its weight to a main gradient. torch's grouped product does not."""
+        return self.adds_gradients and not (work.experts and self.stacked_experts)
 
     def body_cores(self, facts: Costs) -> dict[Work, Core]:
         """Return the work of the cores whose kernel only bodies use."""
@@ -170,9 +177,15 @@ class Capability:
     convolution: ConvolutionKernel
     grouped_gemm: bool  # one kernel can multiply by the weights of several experts
     engine: bool = False  # Transformer Engine computes the parts that it has of megatron-core's modules
+    adds_gradients: bool = False  # products can add the gradients of weights to buffers of DDP
 
-    def execution(self, node: Node, split: Split, precision: Precision) -> Execution:
-        """Return how the runtime runs a node whose tensors are sharded by this split."""
+    def execution(
+        self, node: Node, split: Split, precision: Precision, shared: Container[str] = frozenset()
+    ) -> Execution:
+        """Return how the runtime runs a node whose tensors are sharded by this split.
+
+        shared: weights that several nodes of the model have.
+        """
         module = self.all_modules or runs_as_module(node, split)
         engine, kind = NO_PARTS, module_kind(node.op)
         if module and self.engine and kind is not None:
@@ -187,7 +200,19 @@ class Capability:
             grouped_experts=grouped,
             stacked_experts=grouped and not self.all_modules and not by_engine,
             engine=engine,
+            adds_gradients=module and self._adds_gradients(node, shared),
+            concurrent_experts=self.all_modules or by_engine,
         )
+
+    def _adds_gradients(self, node: Node, shared: Container[str]) -> bool:
+        """True if linear layers of a node's module add the gradients of their weights to buffers of DDP.
+
+        In our own runtime megatron-core's do. Autograd adds the gradients of a weight that other nodes use too. The
+        products of a layer's own module are not known.
+        """
+        if self.all_modules or not self.adds_gradients:
+            return self.adds_gradients
+        return module_kind(node.op) is not None and not any(s.name in shared for s in node.weights)
 
     def _kernel(self, v: Value, module: bool) -> CoreKernel:
         """Return the kernel of one attention core, scan or convolution."""
@@ -258,7 +283,7 @@ def assumed_environment(
         return Environment(device=device, torch="", backends=(TRANSFORMER_ENGINE,))
     grouped = experts and device not in WITHOUT_GROUPED_GEMM
     flex = other_attention and device not in WITHOUT_FLEX_ATTENTION
-    backends = (GROUPED_GEMM,) * grouped + (FLEX_ATTENTION,) * flex
+    backends = (GROUPED_GEMM,) * grouped + (FLEX_ATTENTION,) * flex + (ADDED_GRADIENTS,) * (device != "CPU")
     return Environment(device=device, torch="", backends=backends)
 
 
@@ -282,6 +307,7 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
             scan=ScanKernel.FUSED,
             convolution=ConvolutionKernel.FUSED,
             grouped_gemm=TRANSFORMER_ENGINE in environment.backends,
+            adds_gradients=True,
         )
     compiles = environment.device != "CPU"  # there the runtime does not use torch.compile
     return Capability(
@@ -296,6 +322,7 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
         convolution=ConvolutionKernel.COMPILED if compiles else ConvolutionKernel.SEPARATE,
         grouped_gemm=GROUPED_GEMM in environment.backends,
         engine=TRANSFORMER_ENGINE in environment.backends,
+        adds_gradients=ADDED_GRADIENTS in environment.backends,
     )
 
 

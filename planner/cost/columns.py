@@ -21,6 +21,7 @@ class CostColumn(IntEnum):
     PARAMS = 10  # elements of trained dense weights
     EXPERT_PARAMS = 11
     FROZEN_PARAMS = 12  # elements of weights that are not trained
+    FUSED_PARAMS = 13  # elements of trained weights whose gradients products add to main gradients
 
 
 FORWARD_COLUMNS = [CostColumn.FORWARD, CostColumn.TP_FORWARD, CostColumn.CP_FORWARD, CostColumn.EP_FORWARD]

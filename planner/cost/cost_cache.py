@@ -221,7 +221,7 @@ class CostCache:
         """
         node, split, tokens = self.structure.kinds[i].node, layout.split, layout.micro_batch * seq
         if (key := (i, split)) not in self._first:
-            execution = self.job.capability.execution(node, split, self.workload.precision)
+            execution = self.job.execution(node, split)
             share = self._sensitivity[i].share
             first = Evaluation(execution, layout.micro_batch * (share // gcd(share, tokens)), seq)
             self._first[key] = first, first.costs(node, split)

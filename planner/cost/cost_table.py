@@ -123,10 +123,10 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
     if nodes is None:
         nodes = []
         for kind in job.structure.kinds:
-            execution = job.capability.execution(kind.node, split, precision)
+            execution = job.execution(kind.node, split)
             facts = costs(kind.node, **sizes, split=split, losses=False, separate=not execution.module)
             nodes.append(node_cost(job, kind, facts, execution, layout, seq))
-    buffers = precision.nbytes * memory.product_weight_elements(job, layout) if profile.kernels.wgrad_fusion else 0
+    buffers = precision.nbytes * memory.product_weight_elements(job, layout) if job.keeps_stand_ins else 0
     if layout.has_overlap(Overlap.TENSOR) and profile.buffers.tensor_overlap_buffers:
         gathered = memory.GATHERING * (1 if precision.narrow else precision.nbytes)
         tokens = layout.micro_batch * seq // layout.cp
@@ -253,11 +253,14 @@ def _add_kernels(
     product adds them. Of several experts' products it is a part of the kernels' seconds.
     """
     device, precision, profile = job.cluster.slowest, job.workload.precision, job.profile
+    width = profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
+    by_products = kernels.AddedGradients(width, execution.concurrent_experts)
     one = profile.kernels.host_launches * device.launch_seconds
     host_forward = host_backward = 0.0
     apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
     stored, cores, cp = execution.stores_scores, execution.body_cores(facts), layout.cp
     for work in facts.work:
+        added = by_products if execution.product_adds(work) else None
         core, whole = cores.get(work), facts.gathers_sequence
         beside = None if execution.module else separate_seconds(work, device, precision)
         priced = core_seconds(work, core, device, precision, cp, whole) if core else beside if work.whole else None
@@ -269,11 +272,12 @@ def _add_kernels(
             inside=kind.in_recomputed_block,
             stored_scores=stored,
             priced=priced,
-            grad_reduce=layout.grad_reduce,
+            added=added,
         )
         took = took if beside is None or work.whole else took.plus(beside)
         launch_forward, launch_backward = took.forward_kernels * one, took.backward_kernels * one
-        apart, alone = apart - took.fused_gradients, alone + took.fused_gradients * (work.count == 1)
+        apart -= took.fused_gradients
+        alone += took.fused_gradients * (added is not None and not added.beside_others(work))
         wait_forward = wait_backward = 0.0
         if work.kind is WorkKind.DISPATCH and device.units > 1:
             experts = kernels.expert_launch_seconds(facts.work, profile, execution.grouped_experts)
@@ -294,10 +298,10 @@ def _add_kernels(
         row[CostColumn.BACKWARD] -= cast * uncast_backward
     row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], host_forward)
     row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], host_backward)
-    width = profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
     passes = profile.kernels.memory_passes.get("gradient", ONE_PASS)[1]
-    added = (precision.nbytes + 2 * width) * max(0, apart) + 2 * width * alone
-    row[CostColumn.BACKWARD] += passes * added / device.moves
+    moved = passes * (precision.nbytes + 2 * width) * max(0, apart) + 2 * width * alone
+    row[CostColumn.BACKWARD] += moved / device.moves
+    row[CostColumn.FUSED_PARAMS] = facts.params + facts.expert_params - max(0, apart)
 
 
 def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: Layout) -> Iterator[Repeated]:

@@ -6,10 +6,16 @@ from functools import cached_property
 
 from attrs import evolve, frozen
 
-from megaloom.dsl import MoE
+from megaloom.dsl import MoE, Node, Split
 from megaloom.dsl.facts.costs import costs
 from megaloom.dsl.work_kinds import WorkKind
-from megaloom.planner.contract.capability import AttentionKernel, Capability, assumed_environment, capability
+from megaloom.planner.contract.capability import (
+    AttentionKernel,
+    Capability,
+    Execution,
+    assumed_environment,
+    capability,
+)
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.model.structure import ModelStructure
@@ -43,7 +49,29 @@ class Job:
         """Return what the runtime can do on these devices. Profiles of published runs are of Megatron's kind."""
         runtime = Runtime.MEGALOOM if self.profile is OWN else Runtime.MEGATRON
         found = capability(runtime, assumed_environment(runtime, self.cluster.device.name))
+        found = evolve(found, adds_gradients=found.adds_gradients and self.profile.kernels.wgrad_fusion)
         return found if self.profile.attention.fused else evolve(found, fused_attention=AttentionKernel.STORED_SCORES)
+
+    @cached_property
+    def _shared_names(self) -> frozenset[str]:
+        return frozenset(slot.name for slot, _ in self.structure.shared_weights)
+
+    def execution(self, node: Node, split: Split) -> Execution:
+        """Return how the runtime runs a node of the model."""
+        return self.capability.execution(node, split, self.workload.precision, self._shared_names)
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Return whether FSDP has no main gradients of whole weights, to which products add and which are zeroed.
+
+        Of CPUs, where products add to none either, only the kernel that adds gradients has been measured.
+        """
+        return self.profile.sharded_weights.frees_gradients and self.capability.adds_gradients
+
+    @property
+    def keeps_stand_ins(self) -> bool:
+        """Return whether a tensor of each shape of weight stands for its gradient, which a product adds elsewhere."""
+        return self.profile.kernels.wgrad_fusion and self.profile.buffers.kept_stand_ins
 
     @cached_property
     def repeats_forward(self) -> bool:

@@ -14,7 +14,6 @@ from attrs import frozen
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.value import Fusion
 from megaloom.dsl.work_kinds import WorkKind
-from megaloom.planner.contract.choices import GradReduce
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.workload import Precision
 
@@ -100,6 +99,21 @@ class KernelSeconds:
         )
 
 
+@frozen
+class AddedGradients:
+    """Products that add the gradients of weights to main gradients of `nbytes` an element.
+
+    concurrent_experts: products by several experts run on streams, so their gradients move while others compute.
+    """
+
+    nbytes: int
+    concurrent_experts: bool
+
+    def beside_others(self, work: Work) -> bool:
+        """Return whether the main gradients of these products move while other products compute."""
+        return self.concurrent_experts and work.count > 1
+
+
 def kernel_seconds(
     work: Work,
     device: Device,
@@ -109,17 +123,17 @@ def kernel_seconds(
     inside: bool = True,
     stored_scores: bool = False,
     priced: KernelSeconds | None = None,
-    grad_reduce: GradReduce = GradReduce.FP32,
+    added: AddedGradients | None = None,
 ) -> KernelSeconds:
     """Return the seconds of one forward and one backward pass of this work, by one kernel for each product or chain.
 
     inside: the work is in a block, where products may have fewer than 16 bits. stored_scores: attention is not one
     fused kernel, but products and a softmax over all scores, which are saved. priced: its seconds without launches,
-    if known. grad_reduce: the format of main gradients. A CPU process launches its own kernels, and a blocking
-    framework waits for each, so that launches add. The elements of a loss of logits, which is no work of a node, are
-    its logits.
+    if known. added: products add the gradients of weights to main gradients. A CPU process launches its own kernels,
+    and a blocking framework waits for each, so that launches add. The elements of a loss of logits, which is no work of
+    a node, are its logits.
     """
-    took = priced or _kernel(work, device, precision, profile, inside, stored_scores, grad_reduce)
+    took = priced or _kernel(work, device, precision, profile, inside, stored_scores, added)
     if device.units > 1 and not profile.kernels.blocking_launches:
         return took
     one = device.launch_seconds
@@ -134,13 +148,13 @@ def _kernel(
     profile: FrameworkProfile,
     inside: bool,
     stored_scores: bool,
-    grad_reduce: GradReduce,
+    added: AddedGradients | None,
 ) -> KernelSeconds:
     """Return the seconds of the kernel of this kind of work, without launches."""
     traffic = work.elements * precision.nbytes / device.moves
     match work.kind:
         case WorkKind.PRODUCT:
-            return _product(work, device, precision if inside else precision.wide, profile, traffic, grad_reduce)
+            return _product(work, device, precision if inside else precision.wide, profile, traffic, added)
         case WorkKind.ATTENTION if stored_scores:
             return _unfused_attention(work, device, precision, traffic)
         case WorkKind.ATTENTION:
@@ -195,20 +209,17 @@ def _product(
     precision: Precision,
     profile: FrameworkProfile,
     traffic: float,
-    grad_reduce: GradReduce,
+    added: AddedGradients | None,
 ) -> KernelSeconds:
-    """Return the seconds of the three products of a weight: y = x w, dx = dy w^T, dw = x^T dy.
-
-    Products by several experts run on streams: their fused gradients move while others compute.
-    """
+    """Return the seconds of the three products of a weight: y = x w, dx = dy w^T, dw = x^T dy."""
     peak = device.flops[precision] * device.sustained * device.flops_efficiency
     peak *= device.narrow_efficiency * profile.narrow.product_speed if precision.narrow else 1.0
     peak *= device.nvfp4_efficiency if precision is Precision.NVFP4 else 1.0
     m, n, k = work.m, work.n, work.k
     depth = DEPTH * device.flops[precision] / device.flops[precision.wide]
     split = SPLIT if precision is Precision.FP8 and Precision.MXFP8 not in device.flops else 1.0
-    fused = work.count * n * k if profile.kernels.wgrad_fusion and work.wgrad else 0
-    concurrent = 2 * profile.optimizer.main_gradient_nbytes(grad_reduce) * fused if work.count > 1 else 0
+    fused = work.count * n * k if added and work.wgrad else 0
+    concurrent = 2 * added.nbytes * fused if added and added.beside_others(work) else 0
     seconds = []
     for flops, shape, share, nbytes_seconds in (
         (work.flops, (m, n, k), 1.0, traffic),

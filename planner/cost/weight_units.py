@@ -25,6 +25,7 @@ from . import communication
 from .columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
 from .job import Job
 from .memory import MASTER
+from .profiles.groups import ONE_PASS
 
 # Share of the bandwidth of larger groups that an all-gather and a reduce-scatter between two GPUs of a node reach, of
 # tensors from 64 MiB on: 200 to 277 GB/s, where four GPUs reach 256 to 328 (H100, torch 2.11, NCCL 2.28, 2026-11-27).
@@ -122,19 +123,43 @@ def waiting_seconds(rows: Rows, units: WeightUnits, job: Job, layout: Layout) ->
     width, gradient = job.workload.precision.nbytes, job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
     gathered = _unit_seconds(placed.pass_gather, width * sizes @ [[1, 0], [0, 1], [1, 0]], job, layout)
     reduced = _unit_seconds(placed.pass_reduction, gradient * sizes[:, :2], job, layout)
-    copied = np.zeros(len(sizes))
+    copied, cast = np.zeros(len(sizes)), units.kinds @ _cast_seconds(rows, job, layout)
     if placed.weights == SHARDED:
         shards = np.array([layout.dense_shards, layout.expert_shards, layout.dense_shards])
         # In bytes: out of the buffer of the gather, and the cast of the shard.
         moved = sizes @ (settings.gather_copies * width + (MASTER + width) / shards)
         copied = moved / job.cluster.device.moves
     out = []
-    for columns, took in ((FORWARD_COLUMNS, gathered), (BACKWARD_COLUMNS, gathered + reduced)):
+    passes = ((FORWARD_COLUMNS, gathered, copied), (BACKWARD_COLUMNS, gathered + reduced, copied + cast))
+    for columns, took, moving in passes:
         compute = settings.hidden * units.kinds @ rows[:, columns].sum(axis=1)
-        exposed = job.contention.exposed_seconds(took, compute) + copied
+        exposed = job.contention.exposed_seconds(took, compute) + moving
         by_element = units.counts * exposed / np.maximum(sizes.sum(axis=1), 1)
         out.append(by_element @ units.kinds / np.maximum(units.counts @ units.kinds, 1))
     seconds: Rows = units.elements.sum(axis=1)[:, None] * np.array(out).T
+    return seconds
+
+
+def _cast_seconds(rows: Rows, job: Job, layout: Layout) -> Rows:
+    """Return the seconds by which casting weight gradients takes longer than products that add them: [kinds].
+
+    rows: costs of node kinds, where products add the gradients of FUSED_PARAMS to main gradients. FSDP has no main
+    gradients of whole weights: each gradient is read and written in the format that is reduced, and from the second
+    micro-batch on a shard is added to that of those before (torch 2.13, fully_shard/_fsdp_collectives.py:
+    foreach_reduce, _chunk_cat). Where a step reduces once, a kernel adds each gradient to that of the micro-batches
+    before.
+    """
+    if not job.frees_gradients:
+        return np.zeros(len(rows))
+    width = job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
+    passes = job.profile.kernels.memory_passes.get("gradient", ONE_PASS)[1]
+    moved = passes * (job.workload.precision.nbytes + width)
+    if state_placement(layout).pass_reduction.communication:
+        again = 1 - 1 / layout.microbatches(job.workload.batch)
+        moved += 3 * width * again / layout.dense_shards
+    else:
+        moved += passes * width
+    seconds: Rows = rows[:, CostColumn.FUSED_PARAMS] * max(0.0, moved - 2 * width) / job.cluster.device.moves
     return seconds
 
 

@@ -18,7 +18,7 @@ from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
-from megaloom.planner.contract.state_placement import state_placement
+from megaloom.planner.contract.state_placement import SHARDED, state_placement
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.columns import (
@@ -243,9 +243,11 @@ def end_of_step(
         else:  # dense weights, then expert weights
             exposed.append(sum(communication.state_collective_seconds(kind, cluster, layout, part) for part in whole))
     shard = params / layout.dense_shards + experts / layout.expert_shards
-    copied = 0 if precision is Precision.FP32 else COPIED
+    frees = layout.fsdp and job.frees_gradients
+    cast_in_gathers = frees and state.weights == SHARDED
+    copied = 0 if precision is Precision.FP32 or cast_in_gathers else COPIED
     moved = (optimizer.moved_in_step_nbytes(layout.grad_reduce) + copied) * shard
-    moved += gradient * (params + experts)  # set to zero
+    moved += 0 if frees else gradient * (params + experts)  # set to zero
     number = NBYTES[DType.FLOAT32]
     waits = sum(communication.collective_seconds("all_reduce", cluster, (number, group)) for group in norm)
     reduction, gathering = exposed

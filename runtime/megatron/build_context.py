@@ -29,7 +29,6 @@ from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.rules.shared_weights import stored_by_rows
 
 from .environment import building_environment
-from .fused_gradients import adds_to_buffers
 from .process_groups import ProcessGroups
 from .releases import no_cuda_graphs
 
@@ -66,8 +65,7 @@ class BuildContext:
         """Return the context for the module of one node: with the width and the length of its hidden states."""
         width = node.shape["embed"].known if "embed" in node.shape else self.config.hidden_size
         seq = next((d.size for d in node.shape if d.name in SEQUENCES and d.size is not None), self.seq)
-        # Gradients of a table's other uses come from autograd.
-        adds = self.adds_gradients and not any(s.name in self.stored_by_rows for s in node.weights)
+        adds = self.execution(node).adds_gradients and not self.groups.layout.fsdp  # FSDP has no buffers to add to
         if (width, seq, adds) == (self.config.hidden_size, self.seq, self.adds_gradients):
             return self
         fields = {"hidden_size": width, "gradient_accumulation_fusion": adds}
@@ -76,11 +74,11 @@ class BuildContext:
     def execution(self, node: Node) -> Execution:
         """Return how this process runs a node, as plans for it assume."""
         found = capability(Runtime.MEGALOOM, self.environment)
-        return found.execution(node, self.split, self.precision)
+        return found.execution(node, self.split, self.precision, self.stored_by_rows)
 
     @property
     def adds_gradients(self) -> bool:
-        """True if products add the gradients of weights to the buffers that DDP has for them. FSDP has none."""
+        """True if products add the gradients of the node's weights to the buffers that DDP has for them."""
         return bool(self.config.gradient_accumulation_fusion)
 
     def layer_config(self, **layer: Any) -> TransformerConfig:
@@ -155,7 +153,7 @@ def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": adds_to_buffers() and not layout.fsdp,
+        "gradient_accumulation_fusion": False,  # `of_node` decides
         **no_cuda_graphs(),
     }
 

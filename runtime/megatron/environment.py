@@ -10,6 +10,7 @@ from attrs import evolve
 from torch.torch_version import TorchVersion
 
 from megaloom.planner.contract.capability import (
+    ADDED_GRADIENTS,
     FLEX_ATTENTION,
     GROUPED_GEMM,
     TRANSFORMER_ENGINE,
@@ -35,6 +36,8 @@ def current_environment() -> Environment:
         backends.append(GROUPED_GEMM)
     if major >= FLEX_ATTENTION_DEVICE and find_spec("triton") and torch.__version__ >= FLEX_ATTENTION_TORCH:
         backends.append(FLEX_ATTENTION)
+    if device.gpu_count() and "dtype_out" in torch.ops.aten.addmm.overloads():
+        backends.append(ADDED_GRADIENTS)
     if major >= ENGINE_DEVICE and engine_is_installed():
         backends.append(TRANSFORMER_ENGINE)
     return Environment(device=device.preset_of(name) or name, torch=torch.__version__, backends=tuple(backends))

@@ -6,7 +6,6 @@ read again. `use_torch_products` gives megatron-core's linear layers the two fun
 
 from __future__ import annotations
 
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +14,6 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from . import device
-
-
-@cache
-def adds_to_buffers() -> bool:
-    """Return whether torch's kernels here add a product of 16-bit tensors to an fp32 one."""
-    return device.gpu_count() > 0 and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def use_torch_products() -> None:

@@ -67,7 +67,7 @@ class KernelSettings:
     cuda_graphs: bool = setting(False, "kernels are launched by CUDA graphs and wait for no host")
     blocking_launches: bool = setting(False, "a kernel is launched when the one before it has ended")
     wgrad_fusion: bool = setting(
-        False, "weight-gradient GEMMs add to the main gradient; a dummy tensor stands for each weight's own gradient"
+        False, "products that make weight gradients add them to main gradients, where the runtime can (`Execution`)"
     )
 
     @property
@@ -169,6 +169,9 @@ class ShardedWeightSettings:
     stretch: float = setting(
         1.0, "seconds of a gather or reduction beside computation since Hopper, of its seconds alone", unit="times"
     )
+    frees_gradients: bool = setting(
+        False, "gradients of whole weights are cast into the buffer that is reduced, and freed; none are zeroed"
+    )
     keeps_gradients: bool = setting(False, "shards of gradients stay from one step to the next")
     holds_first_unit: bool = setting(False, "gradients of the first unit are counted at the end of the backward pass")
     narrow_shard_nbytes: int = setting(
@@ -189,6 +192,11 @@ class BufferSettings:
     )
     tensor_overlap_buffers: bool = setting(
         True, "with tensor-parallel overlap, GEMMs have communication buffers of their own"
+    )
+    kept_stand_ins: bool = setting(
+        True,
+        "where products add weight gradients, a tensor for each shape of weight stands for its own gradient",
+        source="transformer_engine/pytorch/module/base.py: get_dummy_wgrad",
     )
     bucket_nbytes: int = setting(0, "held by buckets of fixed size", unit="bytes")
     graph_pool_share: float = setting(

@@ -73,7 +73,9 @@ MEGALOOM_KERNELS = Feature(
             f"{_H200}: 1.2 ms for 4096 x 128256; logits are read twice, and once more as their gradient is written",
         ),
         "loss_saved_nbytes": coded(2, "the gradient is written beside the logits"),
+        "wgrad_fusion": coded(True, "runtime/megatron/fused_gradients.py"),
     },
+    buffers={"kept_stand_ins": coded(False, "runtime/megatron/fused_gradients.py: a stand-in is freed at once")},
     experts={
         "launch_seconds": measured(0.3e-3, f"{_H200}: layers of Mixtral 8x7B, where each expert is a module"),
         "grouped_launch_seconds": measured(
@@ -95,6 +97,9 @@ MEGALOOM_KERNELS = Feature(
             1.5,
             f"{_BESIDE}, a step of Llama 3 8B with 2,048 tokens: an all-gather of 436 MB takes 1.29 ms and a "
             "reduce-scatter of 872 MB 2.55; alone they take 0.87 and 1.66",
+        ),
+        "frees_gradients": coded(
+            True, "runtime/optimizer/sharded_chunk.py; torch 2.13, fully_shard/_fsdp_collectives.py: foreach_reduce"
         ),
         "holds_first_unit": measured(
             True, f"{_BESIDE}: Llama 3 8B with 29 of 32 blocks recomputed, 62.83 GiB allocated; 59.9 GiB are state"

@@ -25,8 +25,11 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.catalog import find
+from megaloom.dsl.facts.costs import costs
 from megaloom.dsl.sharding_table import WHOLE
+from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner.contract.capability import (
+    ADDED_GRADIENTS,
     FLEX_ATTENTION,
     GROUPED_GEMM,
     TRANSFORMER_ENGINE,
@@ -176,7 +179,42 @@ def test_devices_without_grouped_products(device: str) -> None:
     assumed = assumed_environment(Runtime.MEGALOOM, device)
     assert GROUPED_GEMM not in assumed.backends
     assert not capability(Runtime.MEGALOOM, assumed).grouped_gemm
-    assert not differences(assumed, Environment(device=device, torch="2.9", backends=(FLEX_ATTENTION,)))
+    here = (FLEX_ATTENTION, ADDED_GRADIENTS)
+    assert not differences(assumed, Environment(device=device, torch="2.9", backends=here))
+
+
+@pytest.mark.parametrize(
+    ("layer", "adds"),
+    [
+        (SwiGLU(96), True),
+        (Attention(heads=4), True),
+        (MoE(SwiGLU(96), experts=8, top_k=2), True),
+        (LATENT, False),  # bodies multiply by torch's functions
+        (Attention(heads=4, window=16), False),
+    ],
+)
+def test_layers_whose_products_add_gradients(layer: Layer, adds: bool) -> None:
+    assert execution(OWN, layer).adds_gradients is adds
+    assert execution(MEGATRON, layer).adds_gradients
+    assert not execution(ON_CPU, layer).adds_gradients
+
+
+@pytest.mark.parametrize(("backend", "ff", "adds"), [("torch", 96, False), ("torch", 2**19, True), ("te", 96, True)])
+def test_a_grouped_product_of_torch_adds_to_nothing(backend: str, ff: int, adds: bool) -> None:
+    """The products of a mixture's shared expert add all the same."""
+    node = node_of(MoE(MLP(ff), experts=8, top_k=2, shared=MLP(64)))
+    backends = (GROUPED_GEMM, ADDED_GRADIENTS, *(TRANSFORMER_ENGINE,) * (backend == "te"))
+    here = capability(Runtime.MEGALOOM, Environment(device="H100", torch="2.11", backends=backends))
+    found = here.execution(node, WHOLE, Precision.BF16)
+    products = [w for w in costs(node, batch=1, seq=64).work if w.kind is WorkKind.PRODUCT]
+    assert [found.product_adds(w) for w in products if w.experts] == [adds] * 2
+    assert all(found.product_adds(w) for w in products if not w.experts)
+
+
+def test_gradients_of_a_shared_table_are_added_by_autograd() -> None:
+    for name, shared, added in (("llama3-8b", (), True), ("gpt2", ("wte",), False)):
+        (head,) = (node for node in graph(find(name)[0]).nodes if isinstance(node.op, Unembed))
+        assert OWN.execution(head, WHOLE, Precision.BF16, shared).adds_gradients is added
 
 
 def test_the_cost_model_prices_the_experts_that_the_runtime_has() -> None:

@@ -21,6 +21,7 @@ from megaloom.planner.contract.choices import Recompute, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
+from megaloom.planner.cost.columns import CostColumn
 from megaloom.planner.cost.communication import (
     ProcessGroup,
     collective_seconds,
@@ -30,10 +31,11 @@ from megaloom.planner.cost.communication import (
 from megaloom.planner.cost.cost_table import cost_table
 from megaloom.planner.cost.measured_memory import held_bytes
 from megaloom.planner.cost.memory import state_bytes
-from megaloom.planner.cost.profiles.frameworks import MEGATRON
+from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import plan as search
 from megaloom.planner.simulate.memory_timeline import memory_tracks
+from tests.support.profiles import changed
 
 MODELS = {
     "dense": llama("dense", layers=4, heads=8, kv_heads=4, embed=256, ff=512, vocab=2048),
@@ -98,7 +100,27 @@ def test_weights_that_stay_gathered_for_a_step_cost_what_the_distributed_optimiz
     priced, x = pricer("dense"), Layout(dp=8, shard="optimizer")
     ours, step = priced.price(x), priced.price(evolve(x, shard="weights", reshard="step"))
     assert step.prediction.breakdown["gradient communication"] == ours.prediction.breakdown["gradient communication"]
-    assert "sharded-weight communication" not in step.prediction.breakdown
+    # Only with DDP do products add to main gradients; here a kernel adds each gradient, in 1.7 passes.
+    products = priced.cost_table(x).stage_sums([0, len(priced.graph.nodes)])[0, CostColumn.FUSED_PARAMS]
+    moved = 4 * products * (1.7 * (2 + 4 + 4) - (4 + 4))
+    seconds = step.prediction.breakdown["sharded-weight communication"]
+    assert seconds == pytest.approx(moved / priced.cluster.device.moves)
+
+
+@pytest.mark.parametrize(("batch", "shard"), [(8, "weights"), (32, "weights"), (32, "gradients")])
+def test_gradients_that_are_reduced_are_cast_and_freed(batch: int, shard: str) -> None:
+    """FSDP reads a bf16 gradient and writes an fp32 one; from the second micro-batch on a shard is added to another."""
+    priced, m = pricer("dense", "2xH100", batch), batch // 2
+    cast = evolve(priced, profile=changed(OWN, sharded_weights={"frees_gradients": False}))
+    x = Layout(dp=2, shard=shard)
+    ours, as_ddp = priced.price(x).prediction.breakdown, cast.price(x).prediction.breakdown
+    params = graph(MODELS["dense"]).weights.values()
+    products = priced.cost_table(x).stage_sums([0, len(priced.graph.nodes)])[0, CostColumn.FUSED_PARAMS]
+    moved = m * products * (1.7 * (2 + 4) - (4 + 4)) + (m - 1) * products * 3 * 4 / 2
+    name, moves = "sharded-weight communication", priced.cluster.device.moves
+    assert ours[name] - as_ddp[name] == pytest.approx(moved / moves)
+    zeroed = 4 * sum(map(elements, params)) + (shard == "weights") * 6 * sum(map(elements, params)) / 2
+    assert as_ddp["optimizer"] - ours["optimizer"] == pytest.approx(zeroed / moves)
 
 
 def test_sharded_gradients_gather_weights_once_and_reduce_in_each_micro_batch() -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from megaloom.dsl.catalog import find
+from megaloom.planner.contract.capability import ADDED_GRADIENTS
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
@@ -27,7 +29,7 @@ LAYOUTS = {
 def gradients(plan: Plan, fused: bool) -> tuple[dict[str, torch.Tensor], int]:
     """On each rank: the gradients of a step, on rank 0, and how many products were added to buffers."""
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.megatron import build_context, fused_gradients
+    from megaloom.runtime.megatron import environment, fused_gradients
 
     add, calls = fused_gradients.add_weight_gradient, 0
 
@@ -38,7 +40,10 @@ def gradients(plan: Plan, fused: bool) -> tuple[dict[str, torch.Tensor], int]:
 
     fused_gradients.add_weight_gradient = counted
     fused_gradients.use_torch_products()
-    build_context.adds_to_buffers = lambda: fused
+    here = environment.current_environment()
+    assert ADDED_GRADIENTS not in here.backends  # on a CPU
+    backends = (*here.backends, ADDED_GRADIENTS) if fused else here.backends
+    environment.current_environment = lambda: evolve(here, backends=backends)
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=2))
     found = engine.gradients(lambda i: next_token(random_text(i, 127, 32)))
     return {name: g.value for name, g in (found or {}).items()}, calls

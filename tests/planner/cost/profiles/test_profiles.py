@@ -15,7 +15,7 @@ from benchmarks.accuracy.features import (
     FUSED_EXPERTS,
     SLOW_MEMORY_KERNELS,
 )
-from benchmarks.accuracy.frameworks import DEEPSPEED_FP16, MEGATRON_2021, NEMO, PUBLISHED
+from benchmarks.accuracy.frameworks import DEEPSPEED_FP16, NEMO, PUBLISHED
 from megaloom.dsl.facts.costs import costs
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.graph import graph
@@ -31,6 +31,7 @@ from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.kernels import (
     MEMORY_KERNELS,
     SPLIT,
+    AddedGradients,
     kernel_seconds,
 )
 from megaloom.planner.cost.profiles.figures import FigureKind
@@ -83,8 +84,13 @@ def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
     """By the product that makes it, or by a kernel after it; beside other products, or while nothing is computed."""
     flops = 2 * count * m * n * k
     work = Work(WorkKind.PRODUCT, "w", flops, flops, flops, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
-    alone, together = (kernel_seconds(work, GB200, Precision.BF16, used) for used in (MEGATRON_2021, MEGATRON))
+    nbytes = MEGATRON.optimizer.gradient_nbytes
+    alone, after, together = (
+        kernel_seconds(work, GB200, Precision.BF16, MEGATRON, added=added)
+        for added in (None, AddedGradients(nbytes, False), AddedGradients(nbytes, True))
+    )
     assert (alone.fused_gradients, together.fused_gradients) == (0, count * n * k)
+    assert after == evolve(alone, fused_gradients=count * n * k)
     moved = 2 * MEGATRON.optimizer.gradient_nbytes * count * n * k if count > 1 else 0  # beside other products
     assert together.forward == alone.forward
     assert alone.backward <= together.backward <= alone.backward + moved / GB200.moves * (1 + 1e-9)

@@ -1,0 +1,229 @@
+"""Run cases with a fixed layout on the GPUs at hand, and compare with plans: `python -m benchmarks.gpu_runs --gpus 1`.
+
+The ranks start once and run the cases one after the other: each is built, trained for a few steps on random tokens, and
+freed. Its result is appended to a file (`--output`) before the next case begins, so a cut-off loses only the case that
+runs. A case that fails or takes longer than `--timeout` is recorded with its error, and the ranks start again for the
+rest. A case that the file or the repository has a run of, on the same GPUs, is left out: the same command goes on where
+it was cut off.
+
+A start takes 20 to 40 s and a case 15 to 40 s, as measured of single runs on an H100: with the default `--limit`, 12 to
+20 cases a command of ten minutes. `--list` prints the cases, `--report` compares all runs with what the planner of
+today predicts.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+
+from benchmarks.gpu_cases import CASES, Case, planned
+from benchmarks.gpu_report import RESULTS, Measured, append, read, report
+from megaloom.dsl.catalog import find
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron import device
+from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.samples import SampleMaker
+from megaloom.runtime.training.chosen_backend import with_backend
+
+GiB = 2**30
+LIBRARIES = ("torch", "megatron-core", "transformer-engine")
+Mesh = tuple[int, ...]
+
+
+@frozen
+class Budget:
+    """Steps of each case, and seconds that cases may take."""
+
+    steps: int = 12
+    uncounted: int = 4  # first steps, which compile kernels and fill the allocator
+    case: float = 120.0  # seconds of one case
+    last: float = 450.0  # seconds after the command began from which on no case begins
+
+
+def run(cases: Sequence[Case], name: str, output: Path, budget: Budget, precision: Precision = Precision.BF16) -> None:
+    """Measure cases of one number of devices of this name, and append the result of each to a file."""
+    began = time.monotonic()
+    left = [(case, plan) for case, plan in _plans(cases, name, precision) if not _has_run(case, name, output)]
+    left.sort(key=lambda pair: _mesh(pair[1]))
+    while left and (seconds := budget.last - (time.monotonic() - began)) > 0:
+        before = len(read(output))
+        try:
+            launcher.run(_measure_all, (left, name, str(output), budget, seconds), left[0][0].gpus)
+            failure = ""
+        except (UserError, launcher.RankError) as error:
+            failure = str(error).strip().splitlines()[-1]
+        rows = read(output)[before:]
+        left = [pair for pair in left if pair[0].name not in {row.case for row in rows}]
+        if failure and not any(row.error for row in rows):  # of the case that ran
+            append(output, Measured(case=left.pop(0)[0].name, gpus=_gpus(cases[0], name), error=failure))
+        elif not failure:
+            break
+    for case, _ in left:
+        print(f"left for the next command: {case.name}", flush=True)
+
+
+def _plans(cases: Sequence[Case], name: str, precision: Precision) -> Iterator[tuple[Case, Plan]]:
+    """Yield each case with its plan; say of the others why this machine cannot run them."""
+    for case in cases:
+        try:
+            yield case, with_backend(planned(case, name, precision), case.backend)
+        except UserError as error:
+            print(f"left out: {case.name}: {str(error).splitlines()[0]}", flush=True)
+
+
+def _has_run(case: Case, name: str, output: Path) -> bool:
+    """True if the file has a run of a case on these devices, or the repository has one that ended."""
+    key = case.name, _gpus(case, name)
+    ended = [row for row in read(RESULTS) if not row.error]
+    return any((row.case, row.gpus) == key for row in (*read(output), *ended))
+
+
+def _gpus(case: Case, name: str) -> str:
+    return f"{case.gpus}x{name}"
+
+
+def _mesh(plan: Plan) -> Mesh:
+    """Return the degrees of a plan's process groups."""
+    x = plan.layout
+    return x.tp, x.pp, x.vpp, x.cp, x.ep, x.etp
+
+
+def _measure_all(left: Sequence[tuple[Case, Plan]], name: str, output: str, budget: Budget, seconds: float) -> None:
+    """On each rank: run cases until these seconds have passed; rank 0 appends their results."""
+    began, mesh = time.monotonic(), _mesh(left[0][1])
+    for case, plan in left:
+        if not _goes_on(time.monotonic() - began < seconds):
+            return
+        if _mesh(plan) != mesh:
+            _destroy_groups()
+            mesh = _mesh(plan)
+        late = Measured(case=case.name, gpus=_gpus(case, name), error=f"it did not end within {budget.case:g} s")
+        timer = threading.Timer(budget.case, _give_up, (Path(output), late))
+        timer.daemon = True
+        timer.start()
+        result = measured(case, plan, _gpus(case, name), budget)
+        timer.cancel()
+        if dist.get_rank() == 0:
+            append(Path(output), result)
+            print(f"{result.step_seconds:8.3f} s {result.memory_gib:6.1f} GiB  {case.name}", flush=True)
+
+
+def measured(case: Case, plan: Plan, gpus: str, budget: Budget) -> Measured:
+    """Return the median step and the most memory of any rank of a case, whose model is freed again."""
+    if device.gpu_count():
+        torch.cuda.reset_peak_memory_stats()
+    took = _step_seconds(plan, budget)
+    reserved = torch.cuda.max_memory_reserved() if device.gpu_count() else 0
+    most = torch.tensor([device.peak_memory(), reserved], dtype=torch.float64, device=device.current())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    gc.collect()
+    torch._dynamo.reset()  # else the shapes of many cases would be too many for one function
+    if device.gpu_count():
+        torch.cuda.empty_cache()
+    allocated_gib, reserved_gib = (most / GiB).tolist()
+    return Measured(
+        case=case.name,
+        gpus=gpus,
+        libraries=", ".join(_libraries()),
+        date=date.today().isoformat(),
+        steps=len(took),
+        step_seconds=round(median(took), 5),
+        memory_gib=round(allocated_gib, 3),
+        reserved_gib=round(reserved_gib, 3),
+    )
+
+
+def _step_seconds(plan: Plan, budget: Budget) -> list[float]:
+    """Return the seconds of the counted steps of a plan's model."""
+    from megaloom.runtime.engine.engine import Engine  # imports megatron-core, which the launcher prepares
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=budget.steps))
+    maker = SampleMaker.of(engine.graph, plan.workload.seq)
+    tokens = torch.randint(maker.ids, (maker.length,), generator=torch.Generator().manual_seed(1))
+    took = []
+    for _ in range(budget.steps):
+        begun = time.monotonic()
+        engine.step(lambda i: maker.make(tokens, i, 1))
+        took.append(time.monotonic() - begun)
+    return took[budget.uncounted :]
+
+
+def _goes_on(here: bool) -> bool:
+    """Return what rank 0 says, so that all ranks do the same."""
+    flag = torch.tensor([here], dtype=torch.int32, device=device.current())
+    dist.broadcast(flag, 0)
+    return bool(flag.item())
+
+
+def _destroy_groups() -> None:
+    """Destroy all process groups but that of all ranks, with the memory of their communicators."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
+def _give_up(output: Path, late: Measured) -> None:
+    """End the rank, whose main thread may hang in a collective. Rank 0 records why."""
+    if dist.get_rank() == 0:
+        append(output, late)
+    os._exit(1)
+
+
+def _libraries() -> Iterator[str]:
+    for name in LIBRARIES:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+
+
+def options() -> Namespace:
+    """Return the options of the command line."""
+    parser = ArgumentParser("benchmarks.gpu_runs", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, help="run the cases of this many GPUs")
+    parser.add_argument("--cases", nargs="+", default=[], metavar="WORD", help="only those whose name has one of these")
+    parser.add_argument("--output", type=Path, default=Path("gpu_case_runs.tsv"), help="file of results to append to")
+    parser.add_argument("--steps", type=int, default=Budget.steps, help="steps of a case")
+    parser.add_argument("--timeout", type=float, default=Budget.case, help="seconds of a case")
+    parser.add_argument("--limit", type=float, default=Budget.last, help="seconds after which no case begins")
+    parser.add_argument("--list", action="store_true", help="print the cases")
+    parser.add_argument("--report", action="store_true", help="compare the results of all runs with plans")
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = options()
+    cases = [c for c in CASES if not asked.cases or any(word in c.name for word in asked.cases)]
+    if asked.report:
+        print(report([*read(RESULTS), *read(asked.output)], cases))
+        return
+    cases = [case for case in cases if case.gpus == asked.gpus]
+    if asked.list:
+        print("\n".join(f"{case.name}  {'held out' if case.held_out else ''}".rstrip() for case in cases))
+        return
+    if device.gpu_count() < asked.gpus:
+        raise SystemExit(f"--gpus {asked.gpus}: this machine has {device.gpu_count()} GPUs")
+    budget = Budget(steps=asked.steps, case=asked.timeout, last=asked.limit)
+    run(cases, device.local_cluster().partition("x")[2], asked.output, budget)
+    print(report(read(asked.output), cases))
+
+
+if __name__ == "__main__":
+    main()
