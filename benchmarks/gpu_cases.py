@@ -100,7 +100,7 @@ def _each(
 
 BOTH = (Backend.TORCH, Backend.TE)
 LLAMA_8B, SHORT = "llama_8b(layers=24)", (2048, 8)
-OVERLAPPED = {"dp": 2, "shard": "optimizer", "overlaps": ("gradients", "weights")}
+COPIES = {"dp": 2, "shard": "optimizer"}  # with the distributed optimizer
 CASES = (
     # Kernels of the host, narrow models.
     *_each("GPT", "small", (1024, 8), (1, 8)),
@@ -114,6 +114,7 @@ CASES = (
     *_each("BLOOM", "bloom_7b", (2048, 8), (1, 4)),
     # Few large experts, many small ones, some of each.
     *_each("Mixtral", "mixtral_8x7b", (4096, 8), (1, 2, 4, 8), BOTH),
+    *_each("Mixtral", "mixtral_8x7b", (4096, 4), (4,), BOTH),
     *_each("Qwen3", "qwen3_30b", (4096, 8), (2, 4, 8), BOTH),
     *_each("DeepSeek-V3", "deepseek_v3", (4096, 4), (1, 4)),
     *_each("GPT-OSS", "gpt_oss_20b", (4096, 8), (2, 8)),
@@ -122,17 +123,17 @@ CASES = (
     *_each("Gemma 3", "gemma3_4b", (4096, 8), (4, 8)),
     *_each("Mamba-2", "mamba2_1b", (4096, 4), (1, 4)),
     # Two GPUs: copies, sharded weights, tensor, pipeline, context and expert parallelism.
-    *_each("Llama 1B", "llama3-1b", (4096, 16), (2,), **OVERLAPPED),
+    *_each("Llama 1B", "llama3-1b", (4096, 16), (2,), **COPIES),
     *_each("Llama 1B", "llama3-1b", (4096, 16), (4,), pp=2, vpp=2),
-    *_each("Llama 8B", "llama_8b(layers=8)", (8192, 16), (4,), dp=2),
+    *_each("Llama 8B", "llama_8b(layers=8)", (8192, 16), (4,), **COPIES),
     *_each("Llama 8B", "llama_8b(layers=8)", (8192, 8), (8,), tp=2, sequence_parallel=True),
-    *_each("Llama 8B", "llama_8b(layers=8)", (8192, 8), (8,), BOTH, cp=2),
+    *_each("Llama 8B", "llama_8b(layers=8)", (8192, 8), (8,), BOTH, cp=2, shard="optimizer"),
     *_each("Llama 8B", LLAMA_8B, SHORT, (1, 2, 4), dp=2, shard="weights"),
     *_each("Llama 8B", LLAMA_8B, SHORT, (4,), dp=2, shard="gradients"),
     *_each("Llama 8B", "llama3-8b", SHORT, (1,), dp=2, shard="weights", recompute="full", recompute_layers=29),
-    *_each("Mixtral", "mixtral_8x7b", (4096, 16), (2, 4), BOTH, dp=2, ep=2),
+    *_each("Mixtral", "mixtral_8x7b", (4096, 16), (2, 4), BOTH, **COPIES, ep=2),
     *_each("Mixtral", "mixtral_8x7b(layers=3)", (4096, 16), (1, 4), dp=2, ep=2, shard="weights"),
-    *_each("Qwen3", "qwen3_30b", (4096, 32), (2,), BOTH, dp=2, ep=2),
-    *_each("Qwen3", "qwen3_30b", (4096, 32), (2,), cp=2, ep=2),
+    *_each("Qwen3", "qwen3_30b", (4096, 32), (2,), BOTH, **COPIES, ep=2),
+    *_each("Qwen3", "qwen3_30b", (4096, 32), (2,), cp=2, ep=2, shard="optimizer"),
 )
 """At first those of one GPU, then those of two."""

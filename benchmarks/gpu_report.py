@@ -35,7 +35,7 @@ class Measured:
     gpus: str = ""
     libraries: str = ""
     date: str = ""
-    steps: int = 0  # that the median is of
+    steps: int = 0  # that the median is of; 0: not known
     step_seconds: float = 0.0
     memory_gib: float = 0.0  # the most that torch allocated on any device
     reserved_gib: float = 0.0

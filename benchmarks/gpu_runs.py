@@ -29,7 +29,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from benchmarks.gpu_cases import CASES, Case, planned
-from benchmarks.gpu_report import RESULTS, Measured, append, read, report
+from benchmarks.gpu_report import RESULTS, THIS_COMMAND, Measured, append, read, report
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.plans import Plan
@@ -87,9 +87,9 @@ def _plans(cases: Sequence[Case], name: str, precision: Precision) -> Iterator[t
 
 
 def _has_run(case: Case, name: str, output: Path) -> bool:
-    """True if the file has a run of a case on these devices, or the repository has one that ended."""
+    """True if the file has a run of a case on these devices, or the repository has one of this command that ended."""
     key = case.name, _gpus(case, name)
-    ended = [row for row in read(RESULTS) if not row.error]
+    ended = [row for row in read(RESULTS) if not row.error and row.origin == THIS_COMMAND]
     return any((row.case, row.gpus) == key for row in (*read(output), *ended))
 
 

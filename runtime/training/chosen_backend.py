@@ -54,7 +54,7 @@ def engine_refusal(precision: Precision, layout: Layout) -> str:
 def backend_note(plan: Plan, graph: Graph) -> str:
     """Return a line on which parts of a model Transformer Engine computes; empty on a CPU.
 
-    plan: that of a run, with its backend.
+    plan: that of a run, with its backend. Too few runs with Transformer Engine have been measured to price it apart.
     """
     if not device.gpu_count():
         return ""
@@ -62,7 +62,8 @@ def backend_note(plan: Plan, graph: Graph) -> str:
         return "backend: torch"
     found = set(_parts(plan, graph))
     names = ", ".join(part.value for part in EnginePart if part in found) or "no part of this model"
-    return f"backend: {TRANSFORMER_ENGINE}{_version()} for {names}; torch for the rest"
+    priced = "; the plan's step time is that of torch" if found else ""
+    return f"backend: {TRANSFORMER_ENGINE}{_version()} for {names}; torch for the rest{priced}"
 
 
 def _parts(plan: Plan, graph: Graph) -> Iterator[EnginePart]:

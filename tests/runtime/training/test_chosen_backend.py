@@ -54,7 +54,7 @@ def test_auto_takes_the_engine_where_it_computes(plan_of: Any) -> None:
     assert TRANSFORMER_ENGINE not in environment.building_environment(plan.environment).backends
     model = graph(planned_model(plan))
     assert backend_note(found[Backend.AUTO], model) == (
-        "backend: Transformer Engine 2.12.0 for experts; torch for the rest"
+        "backend: Transformer Engine 2.12.0 for experts; torch for the rest; the plan's step time is that of torch"
     )
     assert backend_note(plan, model) == "backend: torch"
 
