@@ -66,6 +66,12 @@ def llama3_1b() -> Model:
     return llama("llama3-1b", layers=16, heads=32, kv_heads=8, embed=2048, ff=8192, rope=stretched, tied=True)
 
 
+def llama3_3b() -> Model:
+    """Llama 3.2 3B."""
+    stretched = Rope(500_000, scaling=Llama3Scaling(factor=32))
+    return llama("llama3-3b", layers=28, heads=24, kv_heads=8, embed=3072, ff=8192, rope=stretched, tied=True)
+
+
 def llama3_8b() -> Model:
     return llama("llama3-8b", layers=32, heads=32, kv_heads=8, embed=4096, ff=14336)
 

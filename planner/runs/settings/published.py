@@ -20,14 +20,19 @@ ENDINGS = ("instruct", "base", "hf", "chat", "bf16", "fp8", "v0-1", "2507", "thi
 OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "llama3-2-1b": "llama3-1b",
+        "llama3-2-3b": "llama3-3b",
         "llama3-1-405b": "llama3-405b",
         "llama3-3-70b": "llama3-1-70b",
+        "qwen2-0-5b": "qwen2-5-0-5b",
+        "qwen2-1-5b": "qwen2-5-1-5b",
+        "qwen2-7b": "qwen2-5-7b",
+        "qwen2-72b": "qwen2-5-72b",
         "deepseek-r1": "deepseek-v3",
         "deepseek-v3-0324": "deepseek-v3",
         "mistral-7b-v0-3": "mistral-7b-v3",
     }
 )
-"""Examples by names on huggingface.co that are not spelled alike."""
+"""Examples by names on huggingface.co that are not spelled alike, or whose sizes are those of another model."""
 OF_THE_RUN = frozenset({"seq-length", "make-vocab-size-divisible-by", "moe-token-dispatcher-type"})
 """Options of an exported model that a run states itself."""
 

@@ -111,6 +111,8 @@ def test_options_on_the_command_line_change_a_file_of_primus() -> None:
         ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
         ("/models/Qwen3-30B-A3B-Instruct-2507/", "qwen3-30b-a3b"),
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2-5-7b"),
+        ("Qwen/Qwen2-7B", "qwen2-5-7b"),
+        ("meta-llama/Llama-3.2-3B", "llama3-3b"),
         ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
     ],
