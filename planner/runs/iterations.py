@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from statistics import median
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost.measured_memory import held_bytes
@@ -27,7 +27,9 @@ MEGATRON_LINE = re.compile(r"iteration\s+(\d+)\s*/\s*\d+.*elapsed time per itera
 NEMO_LINE = re.compile(r"global_step[=:]\s*(\d+)(?:\.\d+)?\b.*train_step_timing in s[=:]\s*([\d.]+)")
 TITAN_LINE = re.compile(r"step:\s*(\d+)\s+loss:.*\b(?:tps|wps):\s*([\d,]+)")
 BATCH = re.compile(r"global[_ ]batch[_ ]size:\s*(\d+)")
-MEMORY_REPORT = re.compile(r"(?:\[Rank (\d+)\].*)?memory \(MB\).*?max allocated:\s*([\d.]+)")
+MEMORY_REPORT = re.compile(
+    r"(?:\[Rank (\d+)\].*)?memory \(MB\).*?max allocated:\s*([\d.]+)(?:.*?max reserved:\s*([\d.]+))?"
+)
 
 
 class LogProgram(StrEnum):
@@ -79,20 +81,31 @@ def _seconds(program: LogProgram, value: float) -> float:
 
 @frozen
 class MaxAllocated:
-    """The most bytes that tensors took on a device, and its rank, if that is printed."""
+    """The most bytes that tensors took on a device, its rank, if that is printed, and what the allocator held there.
+
+    by_rank: each rank that is reported, and the most bytes of its tensors.
+    """
 
     nbytes: int
     rank: int | None = None
+    reserved: int | None = None
+    by_rank: tuple[tuple[int, int], ...] = ()
 
 
 def max_allocated(lines: Sequence[str]) -> MaxAllocated | None:
     """Return the most memory of those that Megatron-LM's reports have: often they are of a few ranks only."""
-    reports = [
-        MaxAllocated(int(float(found[2]) * 2**20), int(found[1]) if found[1] else None)
-        for line in lines
-        if (found := MEMORY_REPORT.search(line))
-    ]
-    return max(reports, key=lambda report: report.nbytes, default=None)
+    reports = [_report(found) for line in lines if (found := MEMORY_REPORT.search(line))]
+    most = max(reports, key=lambda report: report.nbytes, default=None)
+    ranks: dict[int, int] = {}
+    for one in reports:
+        if one.rank is not None:
+            ranks[one.rank] = max(one.nbytes, ranks.get(one.rank, 0))
+    return most and evolve(most, by_rank=tuple(sorted(ranks.items())))
+
+
+def _report(found: re.Match[str]) -> MaxAllocated:
+    rank, reserved = (int(found[1]) if found[1] else None), (int(float(found[3]) * 2**20) if found[3] else None)
+    return MaxAllocated(int(float(found[2]) * 2**20), rank, reserved)
 
 
 def allocated_ratio(measured: Measured, layout: Layout, ranks: Sequence[Mapping[str, int]]) -> float | None:
@@ -131,6 +144,8 @@ def measured_step(
         lost = sum(one.seconds - usual for one in slow)
         left_out.append(f"{len(slow)} slow intervals (iteration {named}), {lost:.1f} s above the median in all")
     seconds = median(one.seconds for one in counted)
-    nbytes, rank = (most.nbytes, most.rank) if most else (None, None)
     origin = Origin(path, counted[0].line_number)
-    return Measured(seconds, len(counted), tuple(left_out), nbytes, rank, origin)
+    measured = Measured(seconds, len(counted), tuple(left_out), origin=origin)
+    if most is None:
+        return measured
+    return evolve(measured, nbytes=most.nbytes, rank=most.rank, reserved=most.reserved, by_rank=most.by_rank)

@@ -26,7 +26,7 @@ from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import TIE_RATIO
 from megaloom.planner.search.infeasible import NoLegalLayoutError, gpus_option, nothing_fits, nothing_legal
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.search.simple_first import preferred
+from megaloom.planner.search.simple_first import NEAR_RATIO, preferred
 from megaloom.planner.simulate.price import Priced
 
 from .moves import NO_MOVES, valuable_moves
@@ -47,7 +47,8 @@ class Opinion:
     """Opinion on a run. Without a legal layout there is neither a prediction nor a best one.
 
     plan: the run as a plan, with its prediction. fits: whether its memory is predicted to fit. best: the fastest
-    layout on the same devices. changes: those that matter; together: the run with all of them as a plan.
+    layout on the same devices, which the gap is to. advised: the simplest of those that are at most 1 % slower, which
+    the changes lead to. changes: those that matter; together: the run with all of them as a plan.
     causes: where the rest of a measured step may be.
     """
 
@@ -57,13 +58,14 @@ class Opinion:
     plan: Plan | None = None
     fits: bool = True
     best: Plan | None = None
+    advised: Plan | None = None
     changes: tuple[ValuableChange, ...] = ()
     together: Plan | None = None
     causes: tuple[Cause, ...] = ()
 
     @property
     def gain(self) -> float:
-        """The share of the step that the best layout saves; 0 if the run's is as fast."""
+        """The share of the step that the fastest layout saves; 0 if the run's is as fast."""
         if self.plan is None or self.best is None:
             return 0.0
         return max(0.0, 1 - self.best.predicted.step_seconds / self.plan.predicted.step_seconds)
@@ -78,10 +80,10 @@ def second_opinion(run: TrainingRun, cluster: Cluster, headroom: float = HEADROO
         Pricer(each, cluster, run.workload, run.profile, headroom)
         for each in (with_stages(g, run), with_cut_points_of(g, run.runtime))
     )
-    priced, best = own.price(run.layout), best_layout(run, free)
+    priced, (best, advised) = own.price(run.layout), best_layouts(run, free)
     moves = NO_MOVES
     if best.seconds < priced.seconds or not priced.partition.fits:
-        moves = valuable_moves(run.layout, priced.seconds, best.layout, own, free)
+        moves = valuable_moves(run.layout, priced.seconds, advised.layout, own, free)
     plan = plan_of(run, cluster, priced)
     return Opinion(
         run=run,
@@ -90,6 +92,7 @@ def second_opinion(run: TrainingRun, cluster: Cluster, headroom: float = HEADROO
         plan=plan,
         fits=max(map(required_bytes, plan.predicted.nbytes)) <= cluster.device.nbytes,
         best=plan_of(run, cluster, best),
+        advised=plan_of(run, cluster, advised),
         changes=tuple(
             ValuableChange(move.group, plan_of(run, cluster, move.alone) if move.alone else None)
             for move in moves.moves
@@ -99,9 +102,10 @@ def second_opinion(run: TrainingRun, cluster: Cluster, headroom: float = HEADROO
     )
 
 
-def best_layout(run: TrainingRun, pricer: Pricer) -> Priced:
-    """Return the fastest layout that fits, with the mathematics of the run; of those within 0.1 % the simplest.
+def best_layouts(run: TrainingRun, pricer: Pricer) -> tuple[Priced, Priced]:
+    """Return the fastest layout that fits, and the simplest of those found that are at most 1 % slower.
 
+    Both have the mathematics of the run. Of layouts within 0.1 % of the fastest, the simplest counts as the fastest.
     The padding of the vocabulary and the format of gradients stay as they are. Raise UserError if none fits.
     """
     fixed: dict[str, Any] = {"vocab_multiple": run.layout.vocab_multiple}
@@ -113,7 +117,7 @@ def best_layout(run: TrainingRun, pricer: Pricer) -> Priced:
     simulated = search(candidates, meshes=1, count=1)
     if not simulated:
         raise UserError(nothing_fits(pricer, candidates, gpus_option))
-    return preferred(simulated, TIE_RATIO)
+    return preferred(simulated, TIE_RATIO), preferred(simulated, NEAR_RATIO)
 
 
 def broken_rules(run: TrainingRun, g: Graph, cluster: Cluster) -> tuple[Violation, ...]:

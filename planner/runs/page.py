@@ -15,7 +15,12 @@ from megaloom.planner.report.text import breakdown_title
 from .opinion import Opinion
 from .text import opinion_text
 
-OWN_COLUMN, BEST_COLUMN, CHANGED_COLUMN = "this run", "best", "with these changes"
+OWN_COLUMN, BEST_COLUMN, CHANGED_COLUMN, ADVISED_COLUMN = (
+    "this run",
+    "fastest",
+    "with these changes",
+    "advised",
+)
 
 
 def opinion_page(opinion: Opinion) -> str:
@@ -28,10 +33,16 @@ def opinion_page(opinion: Opinion) -> str:
 
 
 def _plans(opinion: Opinion) -> dict[str, Plan]:
-    found = {OWN_COLUMN: opinion.plan, CHANGED_COLUMN: opinion.together, BEST_COLUMN: opinion.best}
-    if opinion.together is not None and opinion.best is not None and opinion.together.layout == opinion.best.layout:
-        del found[CHANGED_COLUMN]
-    return {name: plan for name, plan in found.items() if plan is not None}
+    """Return the plans to show by their names: of several with one layout, the last."""
+    found = {
+        OWN_COLUMN: opinion.plan,
+        CHANGED_COLUMN: opinion.together,
+        ADVISED_COLUMN: opinion.advised,
+        BEST_COLUMN: opinion.best,
+    }
+    plans = {name: plan for name, plan in found.items() if plan is not None}
+    last = {plan.layout: name for name, plan in plans.items() if name != OWN_COLUMN}
+    return {name: plan for name, plan in plans.items() if name in (OWN_COLUMN, *last.values())}
 
 
 def _beside(plans: dict[str, Plan]) -> Iterator[str]:

@@ -54,6 +54,8 @@ class Measured:
     left_out: tuple[str, ...] = ()
     nbytes: int | None = None  # most memory that tensors took on a device
     rank: int | None = None  # of that device; None if the log does not say
+    reserved: int | None = None  # most memory that torch's allocator held there
+    by_rank: tuple[tuple[int, int], ...] = ()  # each rank that is reported, and the most that its tensors took
     origin: Origin | None = None
 
 

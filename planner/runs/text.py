@@ -16,8 +16,10 @@ from megaloom.planner.report.lint import ALL_RULES
 from megaloom.planner.report.units import format_count
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.search.reasons import format_nbytes, format_seconds, peak_nbytes
+from megaloom.planner.search.simple_first import NEAR_RATIO, contrast
 
 from .iterations import allocated_ratio
+from .memory_causes import memory_causes
 from .opinion import Opinion
 from .run import Edit, Stated, TrainingRun
 from .words import Origin
@@ -126,14 +128,26 @@ def _best(opinion: Opinion, plan: Plan) -> Iterator[str]:
         return
     if opinion.fits and opinion.gain < CLOSE:
         faster = "as fast as" if opinion.gain <= 0 else f"within {opinion.gain:.1%} of"
-        yield f"Best      This layout is {faster} the best under the cost model on the same hardware and program."
+        yield f"Fastest   This layout is {faster} the fastest under the cost model on the same hardware and program."
         return
     yield _row(
-        "Best".ljust(10),
+        "Fastest".ljust(10),
         f"{format_seconds(best.predicted.step_seconds)} a step, {opinion.gain:.1%} less: {best.layout}; "
         "no layout that fits is more than 0.1 % faster under the cost model, on the same hardware and program",
     ).replace("  ", "", 1)
+    yield _row("Advised".ljust(10), _advised(opinion, best)).replace("  ", "", 1)
     yield from _moves(opinion, plan)
+
+
+def _advised(opinion: Opinion, best: Plan) -> str:
+    """Return the recommended layout beside the fastest one, and that changes and patch lead to it."""
+    advised = opinion.advised or best
+    if advised.layout == best.layout:
+        return f"the fastest: no layout within {NEAR_RATIO - 1:.0%} of it is simpler; the changes below lead towards it"
+    slower = advised.predicted.step_seconds / best.predicted.step_seconds - 1
+    simpler = contrast(advised.layout, best.layout, opinion.cluster)
+    why = f"simpler: {simpler}" if simpler else "with more free memory"
+    return f"{advised.layout}, {slower:.1%} slower than the fastest, {why}; the changes below lead towards it"
 
 
 def _moves(opinion: Opinion, plan: Plan) -> Iterator[str]:
@@ -199,6 +213,7 @@ def _measured(opinion: Opinion, plan: Plan) -> Iterator[str]:
         where = "" if measured.rank is None else f" (rank {measured.rank})"
         told = f"{format_nbytes(measured.nbytes)} of tensors at most{where}, {ratio - 1:+.1%} against the prediction"
         yield _row("memory", told)
+        yield from (_row("", text) for text in memory_causes(opinion.run, measured))
     if more > 0 and opinion.causes:
         yield f"  The other {format_seconds(more)} may be any of these, by what each would add:"
         for cause in opinion.causes:

@@ -13,6 +13,7 @@ from megaloom.planner.report.run_cost import cost_json, training_cost
 from megaloom.planner.report.to_json import JSON_VERSION, plan_json
 from megaloom.planner.report.token_budget import TokenBudget
 
+from .memory_causes import memory_causes
 from .opinion import Opinion
 from .run import Measured, TrainingRun
 from .text import edits_of
@@ -29,6 +30,7 @@ def opinion_json(opinion: Opinion, budget: TokenBudget | None = None) -> dict[st
         "predicted": None if opinion.plan is None else plan_json(opinion.plan),
         "fits": opinion.fits,
         "best": None if opinion.best is None else plan_json(opinion.best),
+        "advised": None if opinion.advised is None else plan_json(opinion.advised),
         "gain": opinion.gain,
         "changes": [
             {"change": one.group, "alone": None if one.alone is None else plan_json(one.alone)}
@@ -85,14 +87,15 @@ def _read(run: TrainingRun) -> dict[str, Any]:
         ],
         "assumed": [note.text for note in run.assumed],
         "left_out": [note.text for note in run.notes],
-        "measured": None if run.measured is None else _measured(run.measured),
+        "measured": None if run.measured is None else _measured(run, run.measured),
     }
 
 
-def _measured(measured: Measured) -> dict[str, Any]:
+def _measured(run: TrainingRun, measured: Measured) -> dict[str, Any]:
     return {
         "step_seconds": measured.seconds,
         "intervals": measured.iterations,
         "left_out": list(measured.left_out),
         "memory_gib": None if measured.nbytes is None else measured.nbytes / GiB,
+        "memory_causes": list(memory_causes(run, measured)),
     }

@@ -13,6 +13,7 @@ from megaloom.planner.runs.megatron.log import is_log, read_log
 from megaloom.planner.runs.megatron.parser import Arguments, parse_words
 from megaloom.planner.runs.megatron.read import ArgumentSource, Hints, read_run
 from megaloom.planner.runs.megatron.stages import chunks
+from megaloom.planner.runs.memory_causes import memory_causes
 from megaloom.planner.runs.run import Devices, TrainingRun
 from megaloom.planner.runs.words import Origin, Word
 from tests.support.exported import CASES, case, groups
@@ -83,6 +84,33 @@ def test_the_measured_step_leaves_out_warm_up_and_outliers_and_says_so() -> None
         "1 slow intervals (iteration 13), 8.0 s above the median in all",
     )
     assert run.measured.nbytes == 2**31
+
+
+def said_of_memory(name: str, *changes: tuple[str, str]) -> str:
+    """Return what is said of the memory of a log, in which texts are replaced."""
+    a, world = arguments_of(name)
+    text = log_of(a, world, seconds=(1.0, 1.0, 1.0))
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    run = read_log(text, "run.log", None, Hints())
+    assert run.measured is not None
+    return "\n".join(memory_causes(run, run.measured))
+
+
+def test_causes_of_memory_are_told_apart_where_the_log_does() -> None:
+    other = "[Rank {}] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: {}\n[Rank 0] (after"
+    dense = said_of_memory("gpt2")
+    assert "fragmentation: torch's allocator holds 952 MiB more" in dense and "experts" not in dense
+    assert "NCCL" in dense
+    assert "fragmentation cannot be told" in said_of_memory(
+        "gpt2", (" | reserved: 3000.00 | max reserved: 3000.00", "")
+    )
+    assert "experts cannot be told" in said_of_memory("mixtral-8x7b")
+    equal = said_of_memory("mixtral-8x7b", ("[Rank 0] (after", other.format(1, 1536.0)))
+    assert "imbalance of experts: at most 512 MiB" in equal
+    last = said_of_memory("mixtral-8x7b", ("[Rank 0] (after", other.format(127, 1536.0)))  # another pipeline rank
+    assert "experts cannot be told" in last
 
 
 def test_a_log_of_few_iterations_still_has_a_step() -> None:

@@ -95,6 +95,18 @@ def test_all_changes_together_save_most_and_each_is_worth_it(opinion: Opinion) -
     assert opinion.gain == pytest.approx(1 - best / step)
 
 
+def test_the_gap_is_to_the_fastest_and_the_changes_lead_to_the_simplest(opinion: Opinion) -> None:
+    assert opinion.best is not None and opinion.advised is not None
+    fastest, advised = opinion.best.predicted.step_seconds, opinion.advised.predicted.step_seconds
+    assert fastest <= advised * (1 + 1e-9) and advised <= 1.01 * fastest
+    slower = evolve(opinion.best, layout=evolve(opinion.best.layout, micro_batch=4))
+    slower = evolve(slower, predicted=evolve(slower.predicted, step_seconds=1.004 * fastest))
+    text = " ".join(opinion_text(evolve(opinion, advised=slower)).split())
+    assert f"Advised {slower.layout}, 0.4% slower than the fastest" in text
+    same = " ".join(opinion_text(evolve(opinion, advised=opinion.best)).split())
+    assert "Advised the fastest: no layout within 1% of it is simpler" in same
+
+
 def test_causes_are_priced_and_sorted(opinion: Opinion) -> None:
     seconds = [cause.seconds for cause in opinion.causes]
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] > 0

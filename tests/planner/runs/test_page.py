@@ -60,7 +60,7 @@ def test_the_page_has_the_run_beside_the_best_layout() -> None:
     given = opinion()
     assert given.best is not None
     text = read_page(opinion_page(given))
-    assert "this run" in text and "best" in text and "a<b.sh: a second opinion" in text
+    assert "this run" in text and "fastest" in text and "a<b.sh: a second opinion" in text
     assert "What matters, and the share of the step" in text and str(given.best.layout) in text
     assert text.count("Peak memory of the device") >= 2
 
