@@ -1,10 +1,11 @@
 """Run cases with a fixed layout on the GPUs at hand, and compare with plans: `python -m benchmarks.gpu_runs --gpus 1`.
 
-The ranks start once and run the cases one after the other: each is built, trained for a few steps on random tokens, and
-freed. Its result is appended to a file (`--output`) before the next case begins, so a cut-off loses only the case that
-runs. A case that fails or takes longer than `--timeout` is recorded with its error, and the ranks start again for the
-rest. A case that the file or the repository has a run of, on the same GPUs, is left out: the same command goes on where
-it was cut off.
+The ranks start once for all cases with one environment, and once more for those with sharded weights, which have more
+connections to the GPU. They run the cases one after the other: each is built, trained for a few steps on random tokens,
+and freed. Its result is appended to a file (`--output`) before the next case begins, so a cut-off loses only the case
+that runs. A case that fails or takes longer than `--timeout` is recorded with its error, and the ranks start again for
+the rest. A case that the file or the repository has a run of, on the same GPUs, is left out: the same command goes on
+where it was cut off.
 
 A start takes 20 to 40 s and a case 15 to 40 s, as measured of single runs on an H100: with the default `--limit`, 12 to
 20 cases a command of ten minutes. `--list` prints the cases, `--report` compares all runs with what the planner of
@@ -35,6 +36,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.launch.rank_environment import connections
 from megaloom.runtime.megatron import device
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import SampleMaker
@@ -59,11 +61,12 @@ def run(cases: Sequence[Case], name: str, output: Path, budget: Budget, precisio
     """Measure cases of one number of devices of this name, and append the result of each to a file."""
     began = time.monotonic()
     left = [(case, plan) for case, plan in _plans(cases, name, precision) if not _has_run(case, name, output)]
-    left.sort(key=lambda pair: _mesh(pair[1]))
+    left.sort(key=lambda pair: (connections(pair[1].layout), _mesh(pair[1])))
     while left and (seconds := budget.last - (time.monotonic() - began)) > 0:
-        before = len(read(output))
+        before, first = len(read(output)), left[0][1].layout
+        alike = [pair for pair in left if connections(pair[1].layout) == connections(first)]
         try:
-            launcher.run(_measure_all, (left, name, str(output), budget, seconds), left[0][0].gpus)
+            launcher.run(_measure_all, (alike, name, str(output), budget, seconds), first)
             failure = ""
         except (UserError, launcher.RankError) as error:
             failure = str(error).strip().splitlines()[-1]
@@ -71,7 +74,7 @@ def run(cases: Sequence[Case], name: str, output: Path, budget: Budget, precisio
         left = [pair for pair in left if pair[0].name not in {row.case for row in rows}]
         if failure and not any(row.error for row in rows):  # of the case that ran
             append(output, Measured(case=left.pop(0)[0].name, gpus=_gpus(cases[0], name), error=failure))
-        elif not failure:
+        elif not failure and len(rows) < len(alike):  # the time is over
             break
     for case, _ in left:
         print(f"left for the next command: {case.name}", flush=True)

@@ -43,7 +43,7 @@ def test_one_start_runs_several_meshes(output: Path, monkeypatch: pytest.MonkeyP
     gpu_runs.run(cases[:1], "CPU", output, BUDGET, Precision.FP32)
     gpu_runs.run(cases, "CPU", output, BUDGET, Precision.FP32)  # goes on
     rows = read(output)
-    assert [len(args[1][0]) for args in starts] == [1, 3]
+    assert [len(args[1][0]) for args in starts] == [1, 2, 1]  # sharded weights have an environment of their own
     assert rows[0].case == FSDP.name and {row.case for row in rows} == {case.name for case in cases}
     assert all(row.step_seconds > 0 and row.steps == 2 and not row.error for row in rows)
     assert all(f"torch {torch.__version__.partition('+')[0]}" in row.libraries for row in rows)
@@ -66,7 +66,7 @@ def test_the_rest_runs_after_an_error_and_after_a_case_that_hangs(
     cases = [FSDP, PIPELINE, TENSOR]
     gpu_runs.run(cases, "CPU", output, evolve(BUDGET, case=8.0), Precision.FP32)
     errors = {row.case: row.error for row in read(output)}
-    assert list(errors) == [FSDP.name, PIPELINE.name, TENSOR.name]
+    assert list(errors) == [PIPELINE.name, TENSOR.name, FSDP.name]
     assert "no memory is left" in errors[FSDP.name]
     assert errors[TENSOR.name] == "it did not end within 8 s" and not errors[PIPELINE.name]
 
