@@ -34,9 +34,10 @@ help:  ## list the targets
 train: .venv  ## the main job: plan and train a small GPT on the text of Python's standard library (ARGS="..." for options)
 	@$(BIN)/megaloom train stdlib-gpt $(ARGS)
 
+# mypy keeps one core busy for half a minute, and the tests do not need it: they run beside it.
 test:  ## lint, types, the light installation and all tests
-	@$(MAKE) --no-print-directory checks
-	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory -j2 --output-sync=target light lint
+	@$(MAKE) --no-print-directory -j2 types unit
 
 checks:  ## `make test` without its tests
 	@$(MAKE) --no-print-directory -j2 --output-sync=target light .venv
@@ -95,8 +96,11 @@ clean:  ## remove everything that make made; runs/ stays
 	rm -rf $(VENV) .venv-newest* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# pip compiles on one core, a third of the whole installation: compileall does so on all.
+# pip compiles on one core, a third of the whole installation: compileall does so on all cores.
 QUIETLY := -qq --disable-pip-version-check --no-compile -c $(VENV)/constraints.txt
+
+# A quarter of all code, of which little is imported: Python compiles what is.
+UNCOMPILED := /(tests|transformers/models|kubernetes)/
 
 .venv: $(VENV)/.ready $(VENV)/packages/megaloom
 
@@ -121,6 +125,6 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt | $(WITH_PIP)
 	@own="$(OWN_TORCH)"; test -z "$$own" || { echo "Using the torch in $$own"; \
 	    echo "$$own" > $(SITE)/own_torch.pth; sed -i '/^torch==/d' $(VENV)/constraints.txt; }
 	@$(BIN)/python -m pip install $(QUIETLY) --no-build-isolation -e '.[dev]'
-	@$(BIN)/python -m compileall -qq -j0 -x /tests/ $(SITE) || true  # some packages have templates that are no Python
+	@$(BIN)/python -m compileall -qq -j0 -x '$(UNCOMPILED)' $(SITE) || true  # some packages have templates that are no Python
 	@$(BIN)/python -m compileall -q $(FOLDERS)  # also where commands may write nothing
 	@mv $(VENV)/.installing $@ && touch $@
