@@ -21,7 +21,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are the same everywhere: pr
 
 gc.set_threshold(100_000, 50, 50)  # frequent collections took a sixth of all processor time
 
-settings.register_profile("megaloom", deadline=None)  # the machine is busy with other tests: a slow example is no bug
+# No deadline: the machine is busy with other tests, and a slow example is no bug. MEGALOOM_EXAMPLES: of each law that
+# does not set a number of its own.
+EXAMPLES = int(os.environ.get("MEGALOOM_EXAMPLES", "100"))
+settings.register_profile("megaloom", deadline=None, max_examples=EXAMPLES)
 settings.load_profile("megaloom")
 
 PARITY = "parity"  # the property under which a test records a row of the table
