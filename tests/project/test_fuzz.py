@@ -10,7 +10,7 @@ from tests.support.fuzz.bases import make_light_bases
 from tests.support.fuzz.campaign import draw, verdict
 from tests.support.fuzz.child import call, emptied
 
-KINDS = ("config", "cluster", "settings", "model")  # those that need no plan, data or run
+KINDS = ("config", "cluster", "settings", "model", "run file")  # those that need no plan, data or run
 CASES = 6
 
 

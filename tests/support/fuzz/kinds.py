@@ -9,6 +9,7 @@ from tests.support.fuzz.command_lines import options, paths
 from tests.support.fuzz.data_files import data
 from tests.support.fuzz.json_files import cluster, config, plan, settings
 from tests.support.fuzz.model_files import model
+from tests.support.fuzz.run_files import run_file
 from tests.support.fuzz.run_folders import run
 
 KINDS: Mapping[str, Kind] = {
@@ -21,4 +22,5 @@ KINDS: Mapping[str, Kind] = {
     "data": data,
     "run": run,
     "paths": paths,
+    "run file": run_file,
 }
