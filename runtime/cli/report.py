@@ -169,7 +169,18 @@ def comparison_report(comparison: Comparison, plan: Plan) -> RenderableType:
             f"gradient norms by {comparison.norm_error:.1e}, the gradients of {len(comparison.gradients)} weights by "
             f"{comparison.gradient_error:.1e} of their largest element; "
             f"the tolerance for {plan.workload.precision} over {device.backend()} is {comparison.tolerance:.0e}"
+            f"{_larger_tolerance(comparison)}"
         ),
+    )
+
+
+def _larger_tolerance(comparison: Comparison) -> str:
+    """Return the tolerance of gradient norms and why it is larger than that of losses; empty if it is not."""
+    if comparison.curve_tolerance <= comparison.tolerance:
+        return ""
+    return (
+        f", and {comparison.curve_tolerance:.0e} for gradient norms and later losses: "
+        f"in a single process the norm changes by {comparison.norm_noise:.0e} if weights are rounded"
     )
 
 
