@@ -154,7 +154,7 @@ def test_json_is_for_machines(
 def test_a_plan_is_for_what_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts one by one wait for our host; Megatron's do not, and its fused kernels are quicker."""
+    """Each runtime has prices of its own."""
     monkeypatch.chdir(tmp_path)
     given = (
         "mixtral-8x7b",
