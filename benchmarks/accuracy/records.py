@@ -208,7 +208,7 @@ def _layout(value: Any) -> Layout:
 def _layout_json(layout: Layout) -> dict[str, Any]:
     """Return the fields of a layout that are not at their default."""
     default = layout_to_json(Layout(shard=layout.shard)) | {"shard": "none"}
-    return {name: value for name, value in layout_to_json(layout).items() if value != default[name]}
+    return {name: value for name, value in layout_to_json(layout).items() if value != default.get(name)}
 
 
 def _exactly(accepted: tuple[type, ...], value: Any, kind: Callable[[Any], Any]) -> Any:

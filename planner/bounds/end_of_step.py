@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
-from megaloom.planner.contract.state_placement import state_placement
+from megaloom.planner.contract.state_placement import state_placements
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.simulate.price import EndOfStep, OverlapWindow, end_of_step
 
@@ -39,7 +39,7 @@ def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column,
     except the last bucket of gathered weights, behind which no computation is left. See docs/concepts/bounds.md.
     """
     exposed = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
-    sharding = x.shard, x.reshard, x.replicas, x.grad_reduce
+    sharding = x.shard, x.expert_shard, x.reshard, x.replicas, x.grad_reduce
     columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
     ends, which = _known(
         columns, known, lambda i, dense, sparse: _least_ends(x[i], dense / x.pp[i], sparse / x.pp[i], cache)
@@ -58,7 +58,7 @@ def ends_later(
     x, y: layouts of the same device mesh that shard and overlap differently. They are compared once with all
     communication hidden that may overlap, and once with none. `params`, `experts`, `known`: as in `end_of_step_bound`.
     """
-    sharding = x.shard, x.overlaps, y.shard, y.overlaps, x.grad_reduce
+    sharding = x.shard, x.overlaps, y.shard, y.overlaps, x.expert_shard, x.grad_reduce
     columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
     later, which = _known(
         columns, known, lambda i, dense, sparse: _ends_later(x[i], y[i], dense / x.pp[i], sparse / x.pp[i], cache)
@@ -100,7 +100,7 @@ def _least_ends(x: Layout, dense: float, sparse: float, cache: CostCache) -> tup
         return end_of_step(dense, sparse, 0.0, layout, cache.job, EVERYTHING_HIDDEN)
 
     mean, one_kind = of_rank(dense, sparse, serial), list[EndOfStep]()
-    if state_placement(x).gather.communication:
+    if any(state.gather.communication for state in state_placements(x)):
         one_kind = [of_rank(a, b, overlapped) for a, b in ((dense, 0.0), (0.0, sparse)) if a or b]
     last_bucket = max([mean.optimizer, *(end.optimizer + end.gathering for end in one_kind)])
     return last_bucket, mean.optimizer, mean.gathering, mean.reduction

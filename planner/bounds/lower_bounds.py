@@ -178,7 +178,7 @@ class LowerBounds:
         if not (sharded := np.flatnonzero(x.fsdp)).size:
             return seconds
         some, base = x.take(sharded), base[sharded]
-        first, which = alike(base, some.shard, some.reshard)
+        first, which = alike(base, some.shard, some.expert_shard, some.reshard)
         rows = zip(some.each(first), self.costs.params[base[first]], self.costs.expert_params[base[first]], strict=True)
         least = [pass_seconds(dense, experts, y, self.cache.job) for y, dense, experts in rows]
         seconds[sharded] = np.array(least)[which]

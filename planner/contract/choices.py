@@ -91,6 +91,16 @@ class Shard(Choice):
     WEIGHTS = 3  # and weights, ZeRO 3 or FSDP: see `Reshard`
 
 
+class ExpertShard(Choice):
+    """State of experts that is sharded over the devices that have copies of them: as other state, or a value of its own."""
+
+    SAME = 0  # as `Shard` says for all other weights
+    NONE = 1  # the values of `Shard`, each one more than there
+    OPTIMIZER = 2
+    GRADIENTS = 3
+    WEIGHTS = 4
+
+
 class Reshard(Choice):
     """The time for which sharded weights stay gathered: one pass of a micro-batch, or the whole step."""
 

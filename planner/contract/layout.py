@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic
 
-from attrs import Factory, field, fields, frozen
+from attrs import Converter, Factory, field, fields, frozen
 
 from .choices import (
     DEFAULT_MODULES,
     MICROBATCH_OVERLAPS,
+    ExpertShard,
     GradReduce,
     LayoutField,
     Module,
@@ -32,7 +33,7 @@ from .choices import (
 if TYPE_CHECKING:
     from megaloom.dsl.sharding_table import Split
 
-# Whether Megatron's distributed optimizer runs, whether gradients or weights are sharded, and whether any state is.
+# Whether optimizer state alone is sharded, and whether gradients or weights are.
 DISTRIBUTED = {Shard.NONE: 0, Shard.OPTIMIZER: 1, Shard.GRADIENTS: 0, Shard.WEIGHTS: 0}
 FULLY_SHARDED = {Shard.NONE: 0, Shard.OPTIMIZER: 0, Shard.GRADIENTS: 1, Shard.WEIGHTS: 1}
 VOCAB_MULTIPLE = 128  # as Megatron-LM's --make-vocab-size-divisible-by: matrix products over an odd size are slow
@@ -48,17 +49,25 @@ def _field(
     minimum: int = 0,
     flag: str = "",
     convert: Callable[[Any], int] | None = None,
+    settle: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
-    """Return one row of the table. Numbers are not converted, for speed; neither are columns of numbers."""
+    """Return one row of the table. Numbers are not converted, for speed; neither are columns of numbers.
+
+    settle: returns the value of one layout that holds, from the given one and the fields before it.
+    """
 
     def converted(value: Any) -> Any:
         if hasattr(value, "dtype") or (convert is None and isinstance(value, kind)):
             return value
         return (convert or kind)(value)
 
+    def settled(value: Any, layout: Any) -> Any:
+        return converted(value) if settle is None or not isinstance(layout, Layout) else settle(converted(value), layout)
+
+    converter: Any = converted if settle is None else Converter(settled, takes_self=True)
     return field(
         default=kind(minimum) if default is None else default,
-        converter=None if kind is int else converted,
+        converter=None if kind is int else converter,
         metadata={"kind": kind, "minimum": minimum, "title": title, "help": help, "flag": flag},
     )
 
@@ -67,6 +76,11 @@ def _named_modules(names: int | Iterable[str]) -> ModuleSet:
     """Return the modules that a layout names; the default ones are the same as none."""
     found = module_set(names)
     return ModuleSet() if found == DEFAULT_MODULES else found
+
+
+def _own_value(expert_shard: ExpertShard, layout: Layout) -> ExpertShard:
+    """Return the value of experts; one that all other weights have too is the same as none of their own."""
+    return ExpertShard.SAME if expert_shard == layout.shard + 1 else expert_shard
 
 
 def _degree(title: str, help: str) -> Any:
@@ -141,6 +155,14 @@ class LayoutFields(Generic[N]):
         "it within the group (HSDP). The search never chooses several. Default: 1.",
         minimum=1,
     )
+    expert_shard: N = _field(
+        ExpertShard,
+        "experts' shard",
+        "State of experts that is sharded over the ranks that have copies of them, if not the same as --shard says: "
+        "optimizer, gradients or weights. Only with --shard or --expert-shard gradients or weights. The search never "
+        "chooses another one than same. Default: same.",
+        settle=_own_value,
+    )
 
     @property
     def degrees(self) -> dict[str, N]:
@@ -170,18 +192,20 @@ class LayoutFields(Generic[N]):
     @property
     def distributed_optimizer(self) -> N:
         """True where Megatron's distributed optimizer runs."""
-        switched: N = Shard.look_up(self.shard, DISTRIBUTED) == 1
+        switched: N = (Shard.look_up(self.shard, DISTRIBUTED) == 1) & (self.expert_shard < ExpertShard.GRADIENTS)
         return switched
 
     @property
     def fsdp(self) -> N:
-        """True where weights, or at least gradients, are sharded over data-parallel ranks."""
-        sharded: N = Shard.look_up(self.shard, FULLY_SHARDED) == 1
+        """True where weights, or at least gradients, are sharded over data-parallel ranks, of experts or of others."""
+        sharded: N = (Shard.look_up(self.shard, FULLY_SHARDED) == 1) | (self.expert_shard >= ExpertShard.GRADIENTS)
         return sharded
 
-    def _sharers(self, copies: N) -> N:
-        shared = {Shard.OPTIMIZER: copies, Shard.GRADIENTS: copies, Shard.WEIGHTS: copies}
-        return Shard.look_up(self.shard, {Shard.NONE: 1, **shared})
+    @property
+    def shard_of_experts(self) -> N:
+        """Return the value of `shard` that holds for experts."""
+        number: N = self.shard * (self.expert_shard == 0) + (self.expert_shard - 1) * (self.expert_shard > 0)
+        return number
 
     def in_replica(self, copies: N) -> N:
         """Return how many of these devices, which have copies of a weight, share its state: those of one replica."""
@@ -192,12 +216,12 @@ class LayoutFields(Generic[N]):
     @property
     def dense_shards(self) -> N:
         """Return the number of devices that share the optimizer's state of a dense weight."""
-        return self._sharers(self.in_replica(self.dp * self.cp))
+        return _sharers(self.shard, self.in_replica(self.dp * self.cp))
 
     @property
     def expert_shards(self) -> N:
         """Return the number of devices that share the optimizer's state of an expert weight."""
-        return self._sharers(self.in_replica(self.edp))
+        return _sharers(self.shard_of_experts, self.in_replica(self.edp))
 
     @property
     def full_recompute(self) -> N:
@@ -236,6 +260,12 @@ class LayoutFields(Generic[N]):
         return mask
 
 
+def _sharers(shard: N, copies: N) -> N:
+    """Return how many of the devices that have copies of a weight share its optimizer state."""
+    shared = {Shard.OPTIMIZER: copies, Shard.GRADIENTS: copies, Shard.WEIGHTS: copies}
+    return Shard.look_up(shard, {Shard.NONE: 1, **shared})
+
+
 AXES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
 FIELDS: Mapping[str, LayoutField] = {
     f.name: LayoutField(
@@ -246,6 +276,8 @@ FIELDS: Mapping[str, LayoutField] = {
     for f in fields(LayoutFields)
 }
 """The table of layout fields, by name, in the order of plan.json."""
+LEFT_OUT_OF_PLANS: Mapping[str, int] = {"expert_shard": ExpertShard.SAME}
+"""Fields that plan.json has only where they have another value than this one: plans from before have none of them."""
 
 
 def flag_of(name: str) -> str:
@@ -267,6 +299,7 @@ class Layout(LayoutFields[int]):
         recompute: Recompute
         shard: Shard
         reshard: Reshard
+        expert_shard: ExpertShard
         grad_reduce: GradReduce
         recompute_modules: ModuleSet
         overlaps: OverlapSet
@@ -298,6 +331,11 @@ class Layout(LayoutFields[int]):
         )
 
     @property
+    def shard_of_experts(self) -> Shard:
+        """Return the value of `shard` that holds for experts."""
+        return Shard(self.expert_shard - 1) if self.expert_shard else self.shard
+
+    @property
     def recomputed_modules(self) -> tuple[Module, ...]:
         """Return the modules that selective recompute recomputes; none under another mode."""
         return tuple(ModuleSet(self.recomputed_module_bits))
@@ -316,14 +354,15 @@ class Layout(LayoutFields[int]):
         """Return what is sharded over data-parallel ranks, as people write it: `dist-opt`, `shard weights`."""
         if self.distributed_optimizer:
             return "dist-opt"
-        return f"shard {self.shard}" + (", reshard each step" if self.reshard is Reshard.STEP else "")
+        experts = f", of experts {self.expert_shard}" if self.expert_shard else ""
+        return f"shard {self.shard}{experts}" + (", reshard each step" if self.reshard is Reshard.STEP else "")
 
     def __str__(self) -> str:
         """Return the fields that are not at their default, as people write them: `tp2 pp4 mbs1 dist-opt`."""
         words = [f"{axis}{degree}" for axis, degree in self.degrees.items() if degree > 1 and axis in AXES]
         words += [f"mbs{self.micro_batch}"]
         words += ["sp"] if self.sequence_parallel else []
-        words += [self.shard_text] if self.shard else []
+        words += [self.shard_text] if self.shard or self.expert_shard else []
         words += [f"replicas{self.replicas}"] if self.replicas > 1 else []
         words += [f"group {self.microbatch_group}"] if self.microbatch_group else []
         words += [f"recompute {self.recompute_text}"] if self.recompute is not Recompute.NONE else []

@@ -19,7 +19,7 @@ from megaloom.dsl.files.json_file import parse_json, read_text
 from megaloom.dsl.quoting import shell_word
 
 from .choices import GradReduce, Reshard
-from .layout import FIELDS, Layout
+from .layout import FIELDS, LEFT_OUT_OF_PLANS, Layout
 from .plans import PLAN_VERSION, Plan, PlanError
 
 
@@ -30,8 +30,9 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def layout_to_json(layout: Layout) -> dict[str, int | str | list[str]]:
-    """Return the fields of a layout as JSON has them."""
-    return {name: spec.plain(getattr(layout, name)) for name, spec in FIELDS.items()}
+    """Return the fields of a layout as JSON has them, without those of `LEFT_OUT_OF_PLANS`."""
+    values = {name: getattr(layout, name) for name in FIELDS}
+    return {name: FIELDS[name].plain(x) for name, x in values.items() if x != LEFT_OUT_OF_PLANS.get(name)}
 
 
 def plan_from_json(text: str, where: str) -> Plan:

@@ -2,7 +2,8 @@
 
 These devices are those of dp x cp, of edp for the weights of experts. A placement here is that of the elements between
 micro-batches. In the passes of a micro-batch every weight is Replicate and every gradient Partial, so a weight that is
-sharded between them is gathered for each pass, and its gradient reduced after the backward pass.
+sharded between them is gathered for each pass, and its gradient reduced after the backward pass. Weights of experts may
+have another value of `shard` than all others.
 """
 
 from __future__ import annotations
@@ -69,18 +70,29 @@ def _sharded(holder: str) -> dict[tuple[Shard, Reshard], bool]:
     return {key: getattr(placed, holder) == SHARDED for key, placed in whole.items()}
 
 
-def is_sharded(layout: LayoutFields[N], holder: Literal["weights", "gradients", "optimizer"]) -> N:
-    """True where this state is sharded between micro-batches: of one layout, or of columns of layouts."""
+def is_sharded(
+    layout: LayoutFields[N], holder: Literal["weights", "gradients", "optimizer"], *, experts: bool = False
+) -> N:
+    """True where this state is sharded between micro-batches: of one layout, or of columns of layouts.
+
+    experts: of the weights of experts, not of all others.
+    """
     table: Any = _sharded(holder)
-    if isinstance(layout.shard, Shard):
-        one: N = table[layout.shard, layout.reshard]
+    shard = layout.shard_of_experts if experts else layout.shard
+    if isinstance(shard, Shard):
+        one: N = table[shard, layout.reshard]
         return one
     import numpy as np  # only a search has columns
 
-    columns: N = np.array([*table.values()])[layout.shard * len(Reshard) + layout.reshard]
+    columns: N = np.array([*table.values()])[shard * len(Reshard) + layout.reshard]
     return columns
 
 
-def state_placement(layout: Layout) -> StatePlacement:
-    """Return the placements of the state of a layout."""
-    return STATE_PLACEMENTS[layout.shard, layout.reshard]
+def state_placement(layout: Layout, *, experts: bool = False) -> StatePlacement:
+    """Return the placements of the state of a layout. experts: of the weights of experts, not of all others."""
+    return STATE_PLACEMENTS[layout.shard_of_experts if experts else layout.shard, layout.reshard]
+
+
+def state_placements(layout: Layout) -> tuple[StatePlacement, StatePlacement]:
+    """Return the placements of the state of dense weights, and of that of experts."""
+    return state_placement(layout), state_placement(layout, experts=True)

@@ -24,7 +24,7 @@ from cattrs.gen import make_dict_structure_fn
 from megaloom.dsl.low_rank import LoRA
 
 from .calibration import Calibration
-from .layout import FIELDS, Layout
+from .layout import FIELDS, LEFT_OUT_OF_PLANS, Layout
 
 T = TypeVar("T")
 DUE = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -116,12 +116,13 @@ def _length(kind: Any) -> int | None:
 
 
 def _layout(value: Any) -> Layout:
-    """Return the layout that these JSON fields describe: all of them, and no others."""
-    _all_fields(Layout, value, FIELDS.keys())
+    """Return the layout that these JSON fields describe: all of them but those that a plan leaves out, and no others."""
+    absent = LEFT_OUT_OF_PLANS.keys() - value.keys() if type(value) is dict else set()
+    _all_fields(Layout, value, FIELDS.keys() - absent)
     made = {}
     for name, spec in FIELDS.items():
         try:
-            made[name] = spec.parse(value[name])
+            made[name] = LEFT_OUT_OF_PLANS[name] if name in absent else spec.parse(value[name])
         except ValueError as error:
             error.__notes__ = [AttributeValidationNote("", name, spec.kind)]
             raise ClassValidationError("", [error], Layout) from None

@@ -228,35 +228,48 @@ def state_bytes(
 ) -> StateBytes[Elements]:
     """Return the state of these elements of trained dense and expert weights, and of frozen ones.
 
-    Numbers, or one entry for each layout or rank. Frozen weights have neither gradients nor optimizer state. What is
-    sharded is shared by all copies of a weight; a shard is rounded up. Where weights or gradients are sharded, the fp32
-    shard of the weight is the master weight, and a whole weight is gathered from it (`state_placement`).
+    Numbers, or one entry for each layout or rank. Frozen weights have neither gradients nor optimizer state, and are
+    placed as dense ones. What is sharded is shared by all copies of a weight; a shard is rounded up. Where weights or
+    gradients are sharded, the fp32 shard of each weight is the master weight, and a whole weight is gathered from it
+    (`state_placement`).
     one_microbatch: whether a step has one micro-batch.
     """
-    settings, elements = profile.optimizer, params + expert_params
+    settings = profile.optimizer
     x: Any = layout  # one, or columns as the elements are
     gradient, step = settings.main_gradient_nbytes(x.grad_reduce), settings.held_in_step_nbytes(x.grad_reduce)
     moments = 2 * settings.moment_nbytes + settings.extra_shard_nbytes
     master = 0 if precision is Precision.FP32 else MASTER
-    sharded_weights, sharded_gradients = is_sharded(x, "weights"), is_sharded(x, "gradients")
-    whole = settings.weight_nbytes or precision.nbytes
-    weight_shard = x.fsdp * (MASTER + profile.sharded_weights.narrow_shard_nbytes * sharded_weights)
-
-    dense_shards, expert_shards = x.dense_shards, x.expert_shards
-
-    def shared(nbytes: Any, dense: Any, experts: Any) -> Any:
-        return -(-nbytes * dense // dense_shards) - (-nbytes * experts // expert_shards)
-
+    whole, narrow = settings.weight_nbytes or precision.nbytes, profile.sharded_weights.narrow_shard_nbytes
+    fsdp = x.fsdp
+    optimizer = moments + master * (1 - fsdp)
     # The shard of a gradient begins with its first reduction: with one micro-batch, after the fullest moment.
-    late = sharded_gradients * one_microbatch * (not profile.sharded_weights.keeps_gradients)
-    gradients = shared(gradient * sharded_gradients, params, expert_params)
+    late = one_microbatch * (not profile.sharded_weights.keeps_gradients)
+
+    def of(trained: Any, fixed: Any, shards: Any, experts: bool) -> StateBytes[Any]:
+        weights, gradients = (is_sharded(x, holder, experts=experts) for holder in ("weights", "gradients"))
+
+        def shared(nbytes: Any, count: Any) -> Any:
+            return -(-nbytes * count // shards)
+
+        sums = shared(gradient * gradients, trained)
+        return StateBytes(
+            weights=whole * (1 - weights) * (trained + fixed)
+            + shared(fsdp * (MASTER + narrow * weights), trained + fixed),
+            gradients=(gradient * (1 - gradients) + settings.extra_weight_nbytes) * trained
+            + (1 - gradients * late) * sums,
+            optimizer=shared(optimizer, trained),
+            step=shared(step, trained) + gradients * late * sums,
+        )
+
+    dense, sparse = (
+        of(params, frozen_params, x.dense_shards, experts=False),
+        of(expert_params, 0, x.expert_shards, experts=True),
+    )
     return StateBytes(
-        weights=whole * (1 - sharded_weights) * (elements + frozen_params)
-        + shared(weight_shard, params + frozen_params, expert_params),
-        gradients=(gradient * (1 - sharded_gradients) + settings.extra_weight_nbytes) * elements
-        + (1 - late) * gradients,
-        optimizer=shared(moments + master * (1 - x.fsdp), params, expert_params),
-        step=shared(step, params, expert_params) + late * gradients,
+        weights=dense.weights + sparse.weights,
+        gradients=dense.gradients + sparse.gradients,
+        optimizer=dense.optimizer + sparse.optimizer,
+        step=dense.step + sparse.step,
     )
 
 

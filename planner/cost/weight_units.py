@@ -14,10 +14,10 @@ import numpy as np
 from attrs import frozen
 
 from megaloom.dsl.facts.placement import Transition
-from megaloom.planner.contract.choices import N
+from megaloom.planner.contract.choices import ExpertShard, N
 from megaloom.planner.contract.layout import Layout, LayoutFields
 from megaloom.planner.contract.layouts import Rows
-from megaloom.planner.contract.state_placement import SHARDED, state_placement
+from megaloom.planner.contract.state_placement import SHARDED, state_placements
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import ModelStructure
 
@@ -49,9 +49,8 @@ class WeightUnits:
 
     def gathered_nbytes(self, layout: Layout, precision: Precision) -> int:
         """Return the bytes beyond the state of the largest gathered unit, and of weights that stay gathered."""
-        if state_placement(layout).weights != SHARDED:
-            return 0
-        return precision.nbytes * (int(self.sizes.sum(axis=1).max(initial=0.0)) + self.shared)
+        dense, experts = (placed.weights == SHARDED for placed in state_placements(layout))
+        return precision.nbytes * (int((self.sizes @ [dense, experts, dense]).max(initial=0.0)) + dense * self.shared)
 
     def transient_nbytes(self, layout: Layout, precision: Precision) -> int:
         """Return the bytes beyond the state that the largest unit holds in its backward pass.
@@ -60,9 +59,11 @@ class WeightUnits:
         Experts are a unit inside their block.
         """
         dense, experts = self.sizes[:, 0] + self.sizes[:, 2], self.sizes[:, 1]
-        largest = int(np.maximum(dense, experts).max(initial=0.0))
-        whole, prefetched = precision.nbytes, state_placement(layout).weights == SHARDED
-        return (whole + MASTER + whole * prefetched) * largest + self.gathered_nbytes(layout, precision)
+        held = (
+            (precision.nbytes * (1 + (placed.weights == SHARDED)) + MASTER) * int(sizes.max(initial=0.0))
+            for sizes, placed in zip((dense, experts), state_placements(layout), strict=True)
+        )
+        return max(held) + self.gathered_nbytes(layout, precision)
 
     def ending_nbytes(self, structure: ModelStructure, layout: Layout, job: Job) -> int:
         """Return what the last backward pass holds at its end, beside the shards of all gradients.
@@ -99,7 +100,7 @@ def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequenc
 
 def gathered_fields(x: LayoutFields[N]) -> tuple[N, N]:
     """Return what the memory of gathered units depends on, beside node costs; zeros where none are gathered."""
-    return x.fsdp * x.shard, x.fsdp * x.reshard
+    return x.fsdp * (len(ExpertShard) * x.shard + x.expert_shard), x.fsdp * x.reshard
 
 
 def pass_seconds(dense: float, experts: float, layout: Layout, job: Job) -> float:
@@ -107,11 +108,8 @@ def pass_seconds(dense: float, experts: float, layout: Layout, job: Job) -> floa
 
     The elements are those of one device before they are sharded, and move in one collective each.
     """
-    placed, width = state_placement(layout), job.workload.precision.nbytes
-    gradient = job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
-    elements = np.array([[dense, experts]])
-    gathered = _unit_seconds(placed.pass_gather, width * elements, job, layout)
-    return float(2 * gathered[0] + _unit_seconds(placed.pass_reduction, gradient * elements, job, layout)[0])
+    gathered, reduced = _unit_seconds(np.array([[dense, experts]]), job, layout)
+    return float(2 * gathered[0] + reduced[0])
 
 
 def waiting_seconds(rows: Rows, units: WeightUnits, job: Job, layout: Layout) -> Rows:
@@ -119,16 +117,13 @@ def waiting_seconds(rows: Rows, units: WeightUnits, job: Job, layout: Layout) ->
 
     rows: costs of node kinds, [kinds, columns]. The seconds of a unit are spread over its nodes by their elements.
     """
-    placed, sizes, settings = state_placement(layout), units.sizes, job.profile.sharded_weights
-    width, gradient = job.workload.precision.nbytes, job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
-    gathered = _unit_seconds(placed.pass_gather, width * sizes @ [[1, 0], [0, 1], [1, 0]], job, layout)
-    reduced = _unit_seconds(placed.pass_reduction, gradient * sizes[:, :2], job, layout)
-    copied, cast = np.zeros(len(sizes)), units.kinds @ _cast_seconds(rows, job, layout)
-    if placed.weights == SHARDED:
-        shards = np.array([layout.dense_shards, layout.expert_shards, layout.dense_shards])
-        # In bytes: out of the buffer of the gather, and the cast of the shard.
-        moved = sizes @ (settings.gather_copies * width + (MASTER + width) / shards)
-        copied = moved / job.cluster.device.moves
+    sizes, settings, width = units.sizes, job.profile.sharded_weights, job.workload.precision.nbytes
+    gathered, reduced = _unit_seconds(sizes, job, layout)
+    dense, experts = (placed.weights == SHARDED for placed in state_placements(layout))
+    shards = np.array([layout.dense_shards, layout.expert_shards, layout.dense_shards])
+    # In bytes: out of the buffer of the gather, and the cast of the shard.
+    moved = sizes @ ([dense, experts, dense] * (settings.gather_copies * width + (MASTER + width) / shards))
+    copied, cast = moved / job.cluster.device.moves, units.kinds @ _cast_seconds(rows, job, layout)
     out = []
     passes = ((FORWARD_COLUMNS, gathered, copied), (BACKWARD_COLUMNS, gathered + reduced, copied + cast))
     for columns, took, moving in passes:
@@ -147,36 +142,50 @@ def _cast_seconds(rows: Rows, job: Job, layout: Layout) -> Rows:
     gradients of whole weights: each gradient is read and written in the format that is reduced, and from the second
     micro-batch on a shard is added to that of those before (torch 2.13, fully_shard/_fsdp_collectives.py:
     foreach_reduce, _chunk_cat). Where a step reduces once, a kernel adds each gradient to that of the micro-batches
-    before.
+    before. Gradients of a node with experts are theirs.
     """
     if not job.frees_gradients:
         return np.zeros(len(rows))
     width = job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
     passes = job.profile.kernels.memory_passes.get("gradient", ONE_PASS)[1]
-    moved = passes * (job.workload.precision.nbytes + width)
-    if state_placement(layout).pass_reduction.communication:
-        again = 1 - 1 / layout.microbatches(job.workload.batch)
-        moved += 3 * width * again / layout.dense_shards
-    else:
-        moved += passes * width
-    seconds: Rows = rows[:, CostColumn.FUSED_PARAMS] * max(0.0, moved - 2 * width) / job.cluster.device.moves
+    again = 1 - 1 / layout.microbatches(job.workload.batch)
+    dense, experts = (
+        passes * (job.workload.precision.nbytes + width)
+        + (3 * width * again / layout.dense_shards if placed.pass_reduction.communication else passes * width)
+        for placed in state_placements(layout)
+    )
+    moved = np.where(rows[:, CostColumn.EXPERT_PARAMS] > 0, experts, dense)
+    seconds: Rows = rows[:, CostColumn.FUSED_PARAMS] * np.maximum(0.0, moved - 2 * width) / job.cluster.device.moves
     return seconds
 
 
-def _unit_seconds(transition: Transition, nbytes: Rows, job: Job, layout: Layout) -> Rows:
-    """Return the seconds of a collective over each unit, dense weights first, then experts: [units].
+def _unit_seconds(sizes: Rows, job: Job, layout: Layout) -> tuple[Rows, Rows]:
+    """Return the seconds in which a pass gathers each unit, and those in which its gradients are reduced: [units] each.
 
-    nbytes: of the whole unit, [units, 2].
+    Dense weights move first, then experts. sizes: elements of trained dense weights, of experts and of frozen weights,
+    of which the last may be left out: [units, 3].
     """
-    kind = transition.communication
-    if kind is None:
-        return np.zeros(len(nbytes))
-    seconds = np.zeros(len(nbytes))
-    for column, axis in zip(nbytes.T, ("dp", "edp"), strict=True):
+    width, gradient = job.workload.precision.nbytes, job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
+    trained = sizes[:, :2].T
+    whole = trained[0] + sizes[:, 2:].sum(axis=1), trained[1]
+    gathered, reduced = np.zeros((2, len(sizes)))
+    for placed, axis, all_elements, elements in zip(
+        state_placements(layout), ("dp", "edp"), whole, trained, strict=True
+    ):
         group = communication.process_group(axis, layout)
-        moved = (column / _pair_share(group, job)).tolist()
-        seconds += [communication.state_collective_seconds(kind, job.cluster, layout, (n, group)) for n in moved]
-    return seconds
+        gathered += _collectives(placed.pass_gather, width * all_elements, group, job, layout)
+        reduced += _collectives(placed.pass_reduction, gradient * elements, group, job, layout)
+    return gathered, reduced
+
+
+def _collectives(
+    transition: Transition, nbytes: Rows, group: communication.ProcessGroup, job: Job, layout: Layout
+) -> Rows:
+    """Return the seconds of the collectives of a transition over tensors of these bytes, one by one; zeros for none."""
+    kind, moved = transition.communication, (nbytes / _pair_share(group, job)).tolist()
+    if kind is None:
+        return np.zeros(len(moved))
+    return np.array([communication.state_collective_seconds(kind, job.cluster, layout, (n, group)) for n in moved])
 
 
 def _pair_share(group: communication.ProcessGroup, job: Job) -> float:

@@ -220,7 +220,8 @@ def _layer_names(nodes: Sequence[Node]) -> str:
 
 def shard_text(x: Layout) -> str:
     """Return the state that is sharded over data-parallel ranks: `optimizer`, `weights (reshard step)`."""
-    return f"{x.shard} (reshard {x.reshard})" if x.reshard else str(x.shard)
+    more = [f"experts: {x.expert_shard}"] * bool(x.expert_shard) + [f"reshard {x.reshard}"] * bool(x.reshard)
+    return f"{x.shard} ({', '.join(more)})" if more else str(x.shard)
 
 
 def _on_off(on: bool) -> str:

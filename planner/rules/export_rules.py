@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from megaloom.dsl import MLA, Graph
-from megaloom.planner.contract.choices import Reshard
+from megaloom.planner.contract.choices import ExpertShard, Reshard
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
@@ -126,14 +126,17 @@ def _unshared_text(case: Case[Layout]) -> Words:
 
 def _megatron_fsdp(case: Case[L]) -> Truth:
     x = case.layout
-    once: Truth = (x.pp == 1) & (x.reshard == Reshard.MICRO_BATCH) & (case.workload.precision is Precision.BF16)
+    plain: Truth = (x.reshard == Reshard.MICRO_BATCH) & (x.expert_shard == ExpertShard.SAME)
+    once: Truth = (x.pp == 1) & plain & (case.workload.precision is Precision.BF16)
     holds: Truth = (x.fsdp == 0) | once
     return holds
 
 
 def _megatron_fsdp_text(case: Case[Layout]) -> Words:
     x, precision = case.layout, case.workload.precision
-    if x.pp > 1:
+    if x.expert_shard:
+        found, fix = f"beside --expert-shard {x.expert_shard}: {ONE_STRATEGY}", f"use --expert-shard {ExpertShard.SAME}"
+    elif x.pp > 1:
         found, fix = f"with pp {x.pp}: the device mesh of Megatron-FSDP has no pipeline stages", "use --pp 1"
     elif x.reshard:
         found, fix = (
@@ -142,13 +145,15 @@ def _megatron_fsdp_text(case: Case[Layout]) -> Words:
         )
     else:
         found, fix = f"in {precision}: Megatron-FSDP keeps a second copy of the weights", "use --precision bf16"
-    return f"--shard {x.shard} {found}", f"{fix}, or --shard optimizer"
+    instead = "" if x.expert_shard else ", or --shard optimizer"
+    return f"--shard {x.shard} {found}", f"{fix}{instead}"
 
 
+ONE_STRATEGY = "Megatron-FSDP has one --data-parallel-sharding-strategy for all weights"
 MEGATRON_FSDP = Rule(
     id="megatron-fsdp",
-    sentence="With `--shard gradients` and `--shard weights`, pp is 1, the precision bf16, and weights are freed after "
-    "each pass.",
+    sentence="With `--shard gradients` and `--shard weights`, pp is 1, the precision bf16, weights are freed after each "
+    "pass, and experts are sharded as all other weights.",
     fix="use pp 1 and --precision bf16, or --shard optimizer",
     owner=Owner.PLANNER,
     source="Megatron-FSDP ends in an error: mcore_fsdp_adapter.py, _get_dp_tp_mesh divides all ranks by dp x cp x tp",

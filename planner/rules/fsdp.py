@@ -1,15 +1,16 @@
-"""Rules of gradients and weights that are sharded over data-parallel ranks."""
+"""Rules of gradients and weights that are sharded over data-parallel ranks, of experts or of other weights."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from megaloom.dsl import Graph
-from megaloom.planner.contract.choices import GradReduce, Overlap, Reshard, Shard
-from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.choices import ExpertShard, GradReduce, Overlap, Reshard, Shard
+from megaloom.planner.contract.layout import FULLY_SHARDED, Layout
 from megaloom.planner.contract.workload import Precision
 
 from .divisors import divisors, nearest
+from .expert_shard import EXPERT_SHARD_RULES
 from .rule import (
     Case,
     L,
@@ -20,7 +21,7 @@ from .rule import (
 )
 from .shared_weights import shared_weight_users
 
-SHARDS = "`--shard gradients` and `--shard weights`"
+SHARDS = "`--shard gradients` and `--shard weights`"  # and such a value of --expert-shard
 NOT_SHOWN = "nobody has shown that the result is right, so it is refused"
 PRECISIONS = (Precision.FP32, Precision.BF16)
 
@@ -31,7 +32,12 @@ def _ddp(case: Case[L]) -> Truth:
 
 
 def _flag(x: Layout) -> str:
-    return f"`--shard {x.shard}`"
+    return f"`--shard {x.shard}`" if FULLY_SHARDED[x.shard] or not x.fsdp else f"`--expert-shard {x.expert_shard}`"
+
+
+def _or_less(x: Layout) -> str:
+    """Return the options that shard optimizer state alone."""
+    return "--shard optimizer" + (f" --expert-shard {ExpertShard.SAME}" if x.expert_shard else "")
 
 
 def _ranks(case: Case[L]) -> Truth:
@@ -40,7 +46,8 @@ def _ranks(case: Case[L]) -> Truth:
 
 
 def _ranks_text(case: Case[Layout]) -> Words:
-    return f"{_flag(case.layout)} needs dp x cp of at least 2, got 1", "use dp 2 or more, or --shard none"
+    none = "" if case.layout.expert_shard else ", or --shard none"
+    return f"{_flag(case.layout)} needs dp x cp of at least 2, got 1", f"use dp 2 or more{none}"
 
 
 def _reshard(case: Case[L]) -> Truth:
@@ -78,7 +85,7 @@ def _precision(case: Case[L]) -> Truth:
 
 def _precision_text(case: Case[Layout]) -> Words:
     message = f"{_flag(case.layout)} cannot be combined with --precision {case.workload.precision}"
-    return message, "use --precision bf16, or --shard optimizer"
+    return message, f"use --precision bf16, or {_or_less(case.layout)}"
 
 
 def _grad_reduce(case: Case[L]) -> Truth:
@@ -89,7 +96,7 @@ def _grad_reduce(case: Case[L]) -> Truth:
 def _grad_reduce_text(case: Case[Layout]) -> Words:
     x = case.layout
     message = f"{_flag(x)} cannot be combined with `--grad-reduce {x.grad_reduce}`"
-    return message, f"use --grad-reduce {GradReduce.FP32}, or --shard optimizer"
+    return message, f"use --grad-reduce {GradReduce.FP32}, or {_or_less(case.layout)}"
 
 
 def _experts(case: Case[L]) -> Truth:
@@ -99,7 +106,7 @@ def _experts(case: Case[L]) -> Truth:
 
 def _experts_text(case: Case[Layout]) -> Words:
     message = f"{_flag(case.layout)} cannot be combined with `--overlap experts`"
-    return message, "leave experts out of `--overlap`, or use --shard optimizer"
+    return message, f"leave experts out of `--overlap`, or use {_or_less(case.layout)}"
 
 
 def _overlap(case: Case[L]) -> Truth:
@@ -110,7 +117,7 @@ def _overlap(case: Case[L]) -> Truth:
 
 def _overlap_text(case: Case[Layout]) -> Words:
     message = f"{_flag(case.layout)} always overlaps the gather of weights and the reduction of gradients"
-    return message, "add gradients and weights to `--overlap`, or use --shard optimizer"
+    return message, f"add gradients and weights to `--overlap`, or use {_or_less(case.layout)}"
 
 
 @lru_cache(maxsize=16)
@@ -134,7 +141,7 @@ def _shared(case: Case[L]) -> Truth:
 def _shared_text(case: Case[Layout]) -> Words:
     x = case.layout
     message = f"{_flag(x)} with vpp {x.vpp}: chunks of one rank cannot share the weight {_shared_weight(case.graph)!r}"
-    return message, "use vpp 1, or --shard optimizer"
+    return message, f"use vpp 1, or {_or_less(case.layout)}"
 
 
 @lru_cache(maxsize=16)
@@ -150,10 +157,11 @@ def _rows(case: Case[L]) -> Truth:
 
 def _rows_text(case: Case[Layout]) -> Words:
     message = f"{_flag(case.layout)} shards rows, and the weight {_scalar(case.graph)!r} is one number"
-    return message, "give that weight a dim of size 1, or use --shard optimizer"
+    return message, f"give that weight a dim of size 1, or use {_or_less(case.layout)}"
 
 
 FSDP_RULES = (
+    *EXPERT_SHARD_RULES,
     Rule(
         id="fsdp-ranks",
         sentence=f"{SHARDS} need dp x cp of at least 2.",

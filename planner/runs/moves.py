@@ -22,7 +22,7 @@ CHANGE_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "expert parallelism": ("ep", "etp"),
         "micro-batch": ("micro_batch",),
         "recompute": ("recompute", "recompute_modules", "recompute_layers"),
-        "sharded state": ("shard", "reshard", "replicas"),
+        "sharded state": ("shard", "expert_shard", "reshard", "replicas"),
         "overlap": ("overlaps",),
         "stages": (),
     }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.contract.layout import FIELDS, Layout, flag_of, switch
+from megaloom.planner.contract.layout import FIELDS, LEFT_OUT_OF_PLANS, Layout, flag_of, switch
 from megaloom.planner.contract.plan_json import layout_to_json, plan_from_json
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
@@ -104,11 +104,12 @@ def _edits(own: Layout, lines: Mapping[str, Origin], plan: Plan) -> tuple[Edit, 
     """Return the options of `plan` that make the layout that of another plan."""
     old, new = layout_to_json(own), layout_to_json(plan.layout)
     edits = []
-    for name, value in new.items():
+    for name in FIELDS:
+        value, before = (held.get(name, str(LEFT_OUT_OF_PLANS.get(name, ""))) for held in (new, old))
         follows = name == "dp" or (name == "recompute_layers" and not plan.layout.full_recompute)
-        if value == old.get(name) or follows:
+        if value == before or follows:
             continue
         at = lines.get(name, Origin("", 1))
         words = (switch(name, value),) if isinstance(value, bool) else (flag_of(name), _text(value))
-        edits.append(Edit(flag_of(name), words, (Word(flag_of(name), at), Word(_text(old[name]), at))))
+        edits.append(Edit(flag_of(name), words, (Word(flag_of(name), at), Word(_text(before), at))))
     return tuple(edits)

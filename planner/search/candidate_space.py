@@ -16,6 +16,7 @@ from attrs import evolve, frozen
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.choices import (
     MICROBATCH_OVERLAPS,
+    ExpertShard,
     GradReduce,
     Overlap,
     OverlapSet,
@@ -61,8 +62,9 @@ KEPT_BY_CHOICES = frozenset((
     "recompute-blocks", "recompute-layers", "recompute-none", "recompute-parts", "recompute-modules",
     "overlap-weights", "overlap-tensor", "overlap-tensor-node", "overlap-experts", "overlap-experts-vpp",
     "overlap-experts-recompute", "overlap-experts-precision", "overlap-experts-mtp",
-    *(rule.id for rule in FSDP_RULES), export_rules.MEGATRON_FSDP.id,
 ))  # fmt: skip
+# Rules that variants keep too, unless experts have a value of `shard` of their own.
+KEPT_WITH_ONE_SHARD = frozenset((*(rule.id for rule in FSDP_RULES), export_rules.MEGATRON_FSDP.id))
 COUNTED_AT_ONCE = 1024  # base layouts whose variants are counted together
 
 InnerOverlaps = tuple[Overlap, ...]  # overlaps within a micro-batch
@@ -91,7 +93,8 @@ class CandidateSpace:
     def _variant_rules(self) -> tuple[tuple[Rule, frozenset[str]], ...]:
         """Return the rules that each variant is asked about, and the fields that each rule reads."""
         case = self._case(Layouts.of([Layout()]))
-        read = [(rule, fields_read(rule, case)) for rule in self._rules if rule.id not in KEPT_BY_CHOICES]
+        kept = KEPT_BY_CHOICES if self.fixed.get("expert_shard") else KEPT_BY_CHOICES | KEPT_WITH_ONE_SHARD
+        read = [(rule, fields_read(rule, case)) for rule in self._rules if rule.id not in kept]
         return tuple((rule, names) for rule, names in read if names.intersection(VARIANT_FIELDS))
 
     @cached_property
@@ -122,6 +125,8 @@ class CandidateSpace:
         of_variants = {rule.id for rule, _ in self._variant_rules}
         mask = legal((rule for rule in self._rules if rule.id not in of_variants), self._case(plain))
         overlapped = self._may_overlap_experts(base) & (not FULLY_SHARDED[implied(self.fixed).get("shard", Shard.NONE)])
+        if self.fixed.get("expert_shard"):
+            mask &= base.edp > 1  # else experts have no copies that could share their state
         return base.take(mask & (~base.has_overlap(Overlap.EXPERTS) | overlapped))
 
     def unchecked_layouts(self) -> Iterator[Layout]:
@@ -145,6 +150,7 @@ class CandidateSpace:
         plain["grad_reduce"] = ones * self.fixed.get("grad_reduce", GradReduce.FP32)
         plain["reshard"] = ones * self.fixed.get("reshard", Reshard.MICRO_BATCH)
         plain["replicas"] = ones * self.fixed.get("replicas", 1)
+        plain["expert_shard"] = ones * self.fixed.get("expert_shard", ExpertShard.SAME)
         degrees = Layouts(**plain | columns)
         first, which = alike(degrees.sequence_parallel, degrees.tp, degrees.ep)
         overlaps = [column("overlaps", self._inner_overlaps(degrees[int(i)])) for i in first]
@@ -182,8 +188,15 @@ class CandidateSpace:
 
     def distributed(self, layouts: Layouts) -> Layouts:
         """Return the layouts with the distributed optimizer, and the overlaps that the search then tries."""
-        other = evolve(layouts, shard=np.full(len(layouts), int(Shard.OPTIMIZER)))
+        other = self._settled(evolve(layouts, shard=np.full(len(layouts), int(Shard.OPTIMIZER))))
         return evolve(other, overlaps=self._overlaps(other))
+
+    def _settled(self, layouts: Layouts) -> Layouts:
+        """Return the layouts with the fixed value of experts; without it where all other weights have it too."""
+        value = self.fixed.get("expert_shard")
+        if not (value and self._requirements.experts):
+            return layouts
+        return evolve(layouts, expert_shard=value * (layouts.shard + 1 != value))
 
     def more_sharded(self, layouts: Layouts) -> tuple[Layouts, Column]:
         """Return layouts that shard gradients instead of the optimizer's state alone, or weights instead of gradients.
@@ -193,14 +206,15 @@ class CandidateSpace:
         more = Shard.look_up(layouts.shard, {Shard.NONE: 0, Shard.OPTIMIZER: 2, Shard.GRADIENTS: 3, Shard.WEIGHTS: 0})
         offered = [x for x in shard_choices(True, self.fixed) if FULLY_SHARDED[Shard(x)]]
         which = np.flatnonzero(np.isin(more, offered) & self._may_shard_fully(layouts))
-        return evolve(layouts.take(which), shard=more[which]), which
+        return self._settled(evolve(layouts.take(which), shard=more[which])), which
 
     def _may_shard_fully(self, layouts: Layouts) -> Truth:
         """Return where the rules of `--shard weights` hold with default overlaps."""
         full = int(Shard.WEIGHTS) + 0 * layouts.dp
         overlaps = self.fixed.get("overlaps", layouts.overlaps | default_overlaps(full))
         exported = (export_rules.MEGATRON_FSDP,) if self.exported else ()
-        return legal((*FSDP_RULES, *exported), self._case(evolve(layouts, shard=full, overlaps=overlaps + 0 * full)))
+        sharded = self._settled(evolve(layouts, shard=full, overlaps=overlaps + 0 * full))
+        return legal((*FSDP_RULES, *exported), self._case(sharded))
 
     def _subsets(self, base: Layouts) -> Column:
         """Return which variants each base layout has: ALL_VARIANTS, OVERLAPPED_EXPERTS or OTHER_VARIANTS."""
@@ -246,7 +260,7 @@ class CandidateSpace:
         several = (layouts.dp * layouts.cp > 1) * (1 + (fully & self._may_shard_fully(layouts)))
         shards = [column("shard", shard_choices(on > 0, self.fixed, on > 1)) for on in range(3)]
         layouts, numbers = layouts.spread(shards, several), _repeat(numbers, shards, several)
-        return evolve(layouts, overlaps=self._overlaps(layouts)), numbers
+        return self._settled(evolve(layouts, overlaps=self._overlaps(layouts))), numbers
 
     def variant_counts(self, base: Layouts) -> Column:
         """Return the number of variants of each base layout.

@@ -12,6 +12,7 @@ from attrs import evolve
 
 from megaloom.planner.contract.choices import (
     MICROBATCH_OVERLAPS,
+    ExpertShard,
     ModuleSet,
     Overlap,
     OverlapSet,
@@ -58,9 +59,15 @@ def neighbours(layout: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[tup
     seen = {layout}
     for other in _steps(layout, pricer, fixed):
         x = _settled(other, layout, pricer.workload)
-        if x not in seen and all(getattr(x, name) == value for name, value in fixed.items()):
+        if x not in seen and _keeps(x, fixed):
             seen.add(x)
             yield _change(layout, x), x
+
+
+def _keeps(x: Layout, fixed: FixedAxes) -> bool:
+    """Return whether a layout has all fixed fields."""
+    own = {**fixed, "expert_shard": x.expert_shard} if fixed.get("expert_shard") == x.shard_of_experts + 1 else fixed
+    return all(getattr(x, name) == value for name, value in own.items())
 
 
 def _with(x: Layout, **changes: Any) -> Layout:
@@ -122,6 +129,7 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
         shard=x.shard if x.dp * x.cp > 1 else Shard.NONE,
         reshard=x.reshard if x.dp * x.cp > 1 else Reshard.MICRO_BATCH,
         replicas=x.replicas if x.dp * x.cp > x.replicas else 1,
+        expert_shard=x.expert_shard if x.dp * x.cp > 1 else ExpertShard.SAME,
     )
     inner = {Overlap.TENSOR: sp, Overlap.EXPERTS: x.ep > 1 and not x.full_recompute and (x.pp == 1 or x.vpp > 1)}
     switched_off = {*OverlapSet(default_overlaps(origin.shard))} - {*origin.overlaps}
@@ -147,7 +155,7 @@ def _change(layout: Layout, other: Layout) -> str:
         )
     if other.sequence_parallel != layout.sequence_parallel and layout.tp == other.tp:
         parts.append(f"{'with' if other.sequence_parallel else 'without'} sequence parallelism")
-    if (other.shard, other.reshard) != (layout.shard, layout.reshard):
+    if _sharding(other) != _sharding(layout):
         parts.append(_shard_change(layout, other))
     for overlap in MICROBATCH_OVERLAPS:
         if other.has_overlap(overlap) != layout.has_overlap(overlap):
@@ -156,11 +164,17 @@ def _change(layout: Layout, other: Layout) -> str:
     return text[0].upper() + text[1:]
 
 
+def _sharding(x: Layout) -> tuple[int, ...]:
+    return x.shard, x.expert_shard, x.reshard
+
+
 def _shard_change(layout: Layout, other: Layout) -> str:
     if not (layout.fsdp or other.fsdp):
         return f"{'with' if other.distributed_optimizer else 'without'} the distributed optimizer"
     new, old = (
-        f"--shard {x.shard}" + (f" --reshard {x.reshard}" if layout.shard is other.shard else "")
+        f"--shard {x.shard}"
+        + (f" --expert-shard {x.expert_shard}" if x.expert_shard else "")
+        + (f" --reshard {x.reshard}" if layout.shard is other.shard else "")
         for x in (other, layout)
     )
     return f"with {new} instead of {old}"

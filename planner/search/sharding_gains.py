@@ -24,7 +24,7 @@ def sharding_gains(
     It is compared with the fastest layout that shards neither. simulated: sorted by step time. examined: seconds up to
     which the search that found them has the best layout of each device mesh; what it has not is searched for.
     """
-    if not best.layout.fsdp or {"shard", "reshard", "replicas"} & {*fixed}:
+    if not best.layout.fsdp or {"shard", "expert_shard", "reshard", "replicas"} & {*fixed}:
         return ()
     found = [priced for priced in simulated if not priced.layout.fsdp][:1]
     spaces: list[FixedAxes] = [{}]

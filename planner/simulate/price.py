@@ -13,12 +13,12 @@ from functools import cached_property
 from attrs import frozen
 
 from megaloom.dsl.dims import NBYTES, DType
-from megaloom.dsl.facts.placement import INVARIANT
+from megaloom.dsl.facts.placement import INVARIANT, Transition
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
-from megaloom.planner.contract.state_placement import SHARDED, state_placement
+from megaloom.planner.contract.state_placement import SHARDED, state_placements
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.columns import (
@@ -219,36 +219,55 @@ def end_of_step(
     """
     optimizer, precision, cluster = job.profile.optimizer, job.workload.precision, job.cluster
     sizes = ((params, communication.process_group("dp", layout)), (experts, communication.process_group("edp", layout)))
-    parts = [(n, group) for n, group in sizes if n]
-    state = state_placement(layout)
+    dense_state, expert_state = state_placements(layout)
+    parts = [(dense_state, [part for part in sizes if part[0]])]  # what moves at once
+    if dense_state != expert_state:
+        parts = [(state, [part]) for state, part in zip((dense_state, expert_state), sizes, strict=True) if part[0]]
     norm = [ProcessGroup(layout.world, 1)]
-    if state.optimizer == INVARIANT:
+    if dense_state.optimizer == INVARIANT:
         norm = [communication.process_group(axis, layout) for axis in ("pp", "tp")]
     gradient = optimizer.main_gradient_nbytes(layout.grad_reduce)
-    exposed = []  # seconds of gradient reduction and weight gather
-    for transition, in_passes, overlap, nbytes, hidden in (
-        (state.reduction, state.pass_reduction, Overlap.GRADIENTS, gradient, window.backward),
-        (state.gather, state.pass_gather, Overlap.WEIGHTS, precision.nbytes, window.forward),
-    ):
-        kind = transition.communication
-        whole = [(nbytes * n, group) for n, group in parts]
-        last = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
-        if kind is None:  # nothing, or what the first or last pass of a step waits for
-            kind = in_passes.communication
-            exposed.append(communication.state_collective_seconds(kind, cluster, layout, *last) if kind else 0.0)
-        elif layout.has_overlap(overlap):  # at least the last bucket is exposed; the rest takes a share of the device
-            took = communication.state_collective_seconds(kind, cluster, layout, *whole)
-            least = max(communication.state_collective_seconds(kind, cluster, layout, *last), took - hidden)
-            exposed.append(least + (took - least) * job.sm_share)
-        else:  # dense weights, then expert weights
-            exposed.append(sum(communication.state_collective_seconds(kind, cluster, layout, part) for part in whole))
-    shard = params / layout.dense_shards + experts / layout.expert_shards
+    reduction = gathering = 0.0
+    for state, of in parts:
+        both = state.reduction, state.pass_reduction
+        hidden = window.backward if layout.has_overlap(Overlap.GRADIENTS) else None
+        reduction += _exposed_seconds(both, gradient, of, hidden, layout, job)
+        both = state.gather, state.pass_gather
+        hidden = window.forward if layout.has_overlap(Overlap.WEIGHTS) else None
+        gathering += _exposed_seconds(both, precision.nbytes, of, hidden, layout, job)
     frees = layout.fsdp and job.frees_gradients
-    cast_in_gathers = frees and state.weights == SHARDED
-    copied = 0 if precision is Precision.FP32 or cast_in_gathers else COPIED
-    moved = (optimizer.moved_in_step_nbytes(layout.grad_reduce) + copied) * shard
+    moved = 0.0
+    for state, count in ((dense_state, params / layout.dense_shards), (expert_state, experts / layout.expert_shards)):
+        cast_in_gathers = frees and state.weights == SHARDED
+        copied = 0 if precision is Precision.FP32 or cast_in_gathers else COPIED
+        moved += (optimizer.moved_in_step_nbytes(layout.grad_reduce) + copied) * count
     moved += 0 if frees else gradient * (params + experts)  # set to zero
     number = NBYTES[DType.FLOAT32]
     waits = sum(communication.collective_seconds("all_reduce", cluster, (number, group)) for group in norm)
-    reduction, gathering = exposed
     return EndOfStep(reduction, gathering, tied, optimizer=moved / cluster.device.moves + waits)
+
+
+def _exposed_seconds(
+    transitions: tuple[Transition, Transition],
+    nbytes: int,
+    elements: Sequence[tuple[float, ProcessGroup]],
+    hidden: float | None,
+    layout: Layout,
+    job: Job,
+) -> float:
+    """Return the seconds for which a step waits for a reduction of gradients, or a gather of weights.
+
+    transitions: at the end of the step, and in each pass. nbytes: of an element. elements: by process group. hidden:
+    seconds of computation that the collective overlaps with; None if it does not.
+    """
+    at_end, in_passes = (transition.communication for transition in transitions)
+    whole = [(nbytes * n, group) for n, group in elements]
+    last = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in elements]
+    if at_end is None:  # nothing, or what the first or last pass of a step waits for
+        return communication.state_collective_seconds(in_passes, job.cluster, layout, *last) if in_passes else 0.0
+    if hidden is None:  # dense weights, then expert weights
+        return sum(communication.state_collective_seconds(at_end, job.cluster, layout, part) for part in whole)
+    # At least the last bucket is exposed; the rest takes a share of the device.
+    took = communication.state_collective_seconds(at_end, job.cluster, layout, *whole)
+    least = max(communication.state_collective_seconds(at_end, job.cluster, layout, *last), took - hidden)
+    return least + (took - least) * job.sm_share

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megaloom.dsl import Embed, Positions, UserError
-from megaloom.planner.contract.choices import Reshard, Shard
+from megaloom.planner.contract.state_placement import SHARDED, StatePlacement, state_placements
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.weight_shards import RowShard
@@ -50,9 +50,10 @@ class SegmentUnit(nn.Module):
 class NodeUnit(nn.Module):
     """A node with weights that are gathered over other ranks, or in another type, than those of its segment."""
 
-    def __init__(self, module: nn.Module, runner: nn.Module) -> None:
+    def __init__(self, module: nn.Module, runner: nn.Module, of_experts: bool) -> None:
         super().__init__()
         self.module, self.runner = module, runner  # the runner is the module, or another such unit of it
+        self.of_experts = of_experts
 
     def forward(self, *inputs: Tensor, **options: Any) -> Tensor:
         out: Tensor = self.runner(*inputs, **options)
@@ -62,9 +63,12 @@ class NodeUnit(nn.Module):
 class ShardedUnits(nn.Module):
     """All units of a model chunk, which share streams and prefetch one another. `fully_shard` adds methods."""
 
-    def __init__(self, chunk: ModelChunk, segments: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, chunk: ModelChunk, segments: Iterable[nn.Module], placements: tuple[StatePlacement, StatePlacement]
+    ) -> None:
         super().__init__()
         self.segments = nn.ModuleList(segments)
+        self.placements = placements  # of dense weights, and of experts
         object.__setattr__(self, "chunk", chunk)
 
     def forward(self, **inputs: Any) -> Tensor | dict[str, Tensor]:
@@ -73,7 +77,13 @@ class ShardedUnits(nn.Module):
 
     def sharded_units(self) -> Iterator[FSDPModule]:
         """Yield the units that have weights."""
-        yield from (m for m in self.modules() if isinstance(m, FSDPModule) and m is not self)
+        yield from (unit for unit, _ in self.placed_units())
+
+    def placed_units(self) -> Iterator[tuple[FSDPModule, StatePlacement]]:
+        """Yield the units that have weights, each with the placement of its state."""
+        for m in self.modules():
+            if isinstance(m, FSDPModule) and m is not self:
+                yield m, self.placements[isinstance(m, NodeUnit) and m.of_experts]
 
 
 def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) -> ShardedUnits:
@@ -92,11 +102,11 @@ def shard_units(chunk: ModelChunk, groups: ProcessGroups, compute: torch.dtype) 
     for kind, units in _by_kind(inner).items():
         sharding.apply(units, kind)
     sharding.apply(segments, sharding.usual, kept=segments[-1] if chunk.post_process else None)
-    root = ShardedUnits(chunk, segments)
+    root = ShardedUnits(chunk, segments, sharding.placements)
     fully_shard(root, mesh=sharding.dense)
-    root.set_reshard_after_backward(sharding.frees)
     reduce_unused(root)
-    for unit in root.sharded_units():
+    for unit, placed in root.placed_units():
+        unit.set_reshard_after_backward(placed.weights == SHARDED, recurse=False)
         unit.set_gradient_divide_factor(1.0)  # the loss is a sum over tokens, so gradients are summed
         unit.set_force_sum_reduction_for_comms(True)
         use_freed_memory(unit)
@@ -129,7 +139,7 @@ class _Sharding:
     dense: DeviceMesh
     experts: DeviceMesh
     usual: _Kind  # of the weights of segments: dense ones, in the type in which the model computes
-    frees: bool  # gathered weights are freed after each pass of a micro-batch, not at the end of the step
+    placements: tuple[StatePlacement, StatePlacement]  # of dense weights, and of experts
 
     @classmethod
     def of(cls, groups: ProcessGroups, compute: torch.dtype) -> _Sharding:
@@ -137,13 +147,15 @@ class _Sharding:
         kind, layout = device.current().type, groups.layout
         dense, experts = (DeviceMesh.from_group(g, kind) for g in (groups.collection.dp_cp, groups.collection.expt_dp))
         usual = _Kind(of_experts=False, dtype=compute)
-        return cls(dense, experts, usual, layout.shard is Shard.WEIGHTS and layout.reshard is Reshard.MICRO_BATCH)
+        return cls(dense, experts, usual, state_placements(layout))
 
     def apply(self, modules: Sequence[nn.Module], kind: _Kind, kept: nn.Module | None = None) -> None:
         """Make each module a unit of its weights of one kind; modules that share some of them are one unit.
 
+        Gathered weights are freed after each pass of a micro-batch if they are sharded then, else at the end of the step.
         kept: the module after which the backward pass follows at once, so that its weights stay gathered in between.
         """
+        frees = self.placements[kind.of_experts].weights == SHARDED
         for members in _sharing_parameters(modules, kind):  # which holds no parameters: each unit's are freed here
             own = {p for m in members for p in _whole_parameters(m, kind)}
             for p in own:
@@ -151,7 +163,7 @@ class _Sharding:
             fully_shard(
                 members if len(members) > 1 else members[0],
                 mesh=self.experts if kind.of_experts else self.dense,
-                reshard_after_forward=self.frees and kept not in members,
+                reshard_after_forward=frees and kept not in members,
                 mp_policy=MixedPrecisionPolicy(kind.dtype, torch.float32, cast_forward_inputs=False),
                 ignored_params={p for m in members for p in m.parameters()} - own,
             )
@@ -174,7 +186,7 @@ def _node_units(chunk: ModelChunk, usual: _Kind) -> dict[tuple[str, _Kind], Node
     for n, module in chunk.node_modules():
         for kind in dict.fromkeys(map(_Kind.of, module.parameters())):
             if kind != usual:
-                units[n.name, kind] = NodeUnit(module, chunk.node_runners.get(n.name, module))
+                units[n.name, kind] = NodeUnit(module, chunk.node_runners.get(n.name, module), kind.of_experts)
                 chunk.node_runners[n.name] = units[n.name, kind]
     return units
 

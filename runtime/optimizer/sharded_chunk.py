@@ -16,7 +16,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaloom.planner.contract.choices import Reshard, Shard
+from megaloom.planner.contract.state_placement import SHARDED
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.weight_shards import row_shard
 from megaloom.runtime.modules.model_chunk import ModelChunk
@@ -38,8 +38,6 @@ class ShardedChunk(_BaseDataParallel):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, module: ModelChunk, groups: ProcessGroups) -> None:
         super().__init__(config=config, module=module)
         self.ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-        layout = groups.layout
-        self.reduces_once = layout.shard is Shard.WEIGHTS and layout.reshard is Reshard.STEP
         # Not registered, so that modules and parameters have one name each, that of the model chunk.
         object.__setattr__(self, "root", shard_units(module, groups, config.params_dtype))
         self.trained = [(p, s) for p in module.parameters() if p.requires_grad and (s := row_shard(p))]
@@ -61,16 +59,21 @@ class ShardedChunk(_BaseDataParallel):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside the context add up whole gradients, if the layout reduces once a step."""
-        self._set_reduces(not self.reduces_once)
+        """Let backward passes inside the context add up whole gradients of the weights that are reduced once a step."""
+        self._set_last(False)
         try:
             yield
         finally:
-            self._set_reduces(True)
+            self._set_last(True)
 
-    def _set_reduces(self, reduces: bool) -> None:
-        self.root.set_requires_gradient_sync(reduces)
-        self.root.set_is_last_backward(reduces)
+    def _set_last(self, last: bool) -> None:
+        """Say whether the next backward pass is the last of a step."""
+        reduces = False
+        for unit, placed in self.root.placed_units():
+            every_pass = placed.gradients == SHARDED
+            unit.set_requires_gradient_sync(last or every_pass, recurse=False)
+            reduces |= every_pass
+        self.root.set_is_last_backward(last or reduces)
 
     def start_param_sync(self, *unused: Any, **options: Any) -> None:
         """Do nothing: the next pass gathers the weights."""

@@ -10,7 +10,8 @@ from tests.support.parity.rank_pool import Case, check, model_of, run_cases
 from tests.support.paths import TEST_MODELS
 
 WEIGHTS: dict[str, Any] = {"dp": 2, "shard": "weights"}
-MORE = {  # weights that blocks share, frozen weights, and whole gradients that are reduced once a step
+MIXTRAL = "small.py:tiny_mixtral"
+MORE = {  # weights that blocks share, frozen weights, gradients that are reduced once a step, experts' own values
     "shared experts, recomputed": ("shared_weights.py:sharing_experts", Layout(recompute="full", **WEIGHTS)),
     "shared blocks": ("shared_weights.py:albert_blocks", Layout(dp=4, shard="gradients")),
     "adapters, recomputed": ("small.py:tiny_gpt_lora", Layout(recompute="full", **WEIGHTS)),
@@ -19,6 +20,10 @@ MORE = {  # weights that blocks share, frozen weights, and whole gradients that 
         "small.py:tiny_gpt_oss",
         Layout(**SP, **WEIGHTS, ep=2, reshard="step", recompute="selective", recompute_modules=("moe_act",)),
     ),
+    "experts alone": (MIXTRAL, Layout(dp=4, ep=2, shard="optimizer", expert_shard="weights")),
+    "all but experts": (MIXTRAL, Layout(dp=4, ep=2, shard="weights", expert_shard="optimizer")),
+    "gradients, weights of experts": (MIXTRAL, Layout(dp=4, ep=2, shard="gradients", expert_shard="weights")),
+    "experts alone, with pipeline ranks": (MIXTRAL, Layout(dp=2, pp=2, shard="optimizer", expert_shard="weights")),
 }
 
 

@@ -58,6 +58,18 @@ CASES = {  # model, layout, and the gathers and reductions of a step
     "tied": ("tiny_gpt", Layout(dp=2, **WEIGHTS), (4 * 2 + 1) * MICROBATCHES, 5 * MICROBATCHES),
     # six units: two blocks and their experts, embedding, head
     "experts": ("tiny_mixtral", Layout(dp=2, **WEIGHTS), (4 * 2 + 2) * MICROBATCHES, 6 * MICROBATCHES),
+    "experts alone": (
+        "tiny_mixtral",
+        Layout(dp=2, shard=Shard.OPTIMIZER, expert_shard="weights"),
+        4 + 2 * 2 * MICROBATCHES,
+        4 + 2 * MICROBATCHES,
+    ),
+    "all but experts": (
+        "tiny_mixtral",
+        Layout(dp=2, expert_shard="optimizer", **WEIGHTS),
+        2 + (2 * 2 + 2) * MICROBATCHES,
+        2 + 4 * MICROBATCHES,
+    ),
 }
 REPLICATED = {
     "deep_llama": ("deep_llama", Layout(dp=2)),
