@@ -19,7 +19,16 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from megaloom.planner.contract.choices import GradReduce, LayoutField, ModuleSet, OverlapSet, Recompute, Reshard, Shard
+from megaloom.planner.contract.choices import (
+    ExpertShard,
+    GradReduce,
+    LayoutField,
+    ModuleSet,
+    OverlapSet,
+    Recompute,
+    Reshard,
+    Shard,
+)
 from megaloom.planner.contract.layout import FIELDS
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., object])
@@ -87,6 +96,7 @@ _OPTION_TYPES: dict[type, Any] = {
     Recompute: Recompute,
     Shard: Shard,
     Reshard: Reshard,
+    ExpertShard: ExpertShard,
     GradReduce: GradReduce,
     ModuleSet: tuple[str, ...],
     OverlapSet: tuple[str, ...],

@@ -62,7 +62,9 @@ def _field(
         return (convert or kind)(value)
 
     def settled(value: Any, layout: Any) -> Any:
-        return converted(value) if settle is None or not isinstance(layout, Layout) else settle(converted(value), layout)
+        return (
+            converted(value) if settle is None or not isinstance(layout, Layout) else settle(converted(value), layout)
+        )
 
     converter: Any = converted if settle is None else Converter(settled, takes_self=True)
     return field(

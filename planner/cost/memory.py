@@ -246,7 +246,7 @@ def state_bytes(
     late = one_microbatch * (not profile.sharded_weights.keeps_gradients)
 
     def of(trained: Any, fixed: Any, shards: Any, experts: bool) -> StateBytes[Any]:
-        weights, gradients = (is_sharded(x, holder, experts=experts) for holder in ("weights", "gradients"))
+        weights, gradients = is_sharded(x, "weights", experts=experts), is_sharded(x, "gradients", experts=experts)
 
         def shared(nbytes: Any, count: Any) -> Any:
             return -(-nbytes * count // shards)

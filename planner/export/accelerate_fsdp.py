@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Recompute, Reshard, Shard
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, ExpertShard, Recompute, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
@@ -66,6 +66,9 @@ def _check_layout(plan: Plan) -> None:
     if x.reshard is Reshard.STEP:
         what.append("--reshard step: it frees weights after each backward pass")
         options.append("--reshard micro-batch")
+    if x.expert_shard:
+        what.append(f"--expert-shard {x.expert_shard}: it has one fsdp_reshard_after_forward for all weights")
+        options.append(f"--expert-shard {ExpertShard.SAME}")
     microbatches = x.microbatches(plan.workload.batch)
     if x.shard is Shard.GRADIENTS and microbatches > 1:
         what.append(f"--shard gradients with {microbatches} micro-batches: it gathers weights for each of them")

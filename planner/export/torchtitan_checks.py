@@ -9,6 +9,7 @@ from megaloom.dsl import MLA
 from megaloom.dsl.sharding_table import padded_vocabulary
 from megaloom.planner.contract.choices import (
     MICROBATCH_OVERLAPS,
+    ExpertShard,
     GradReduce,
     Overlap,
     OverlapSet,
@@ -89,6 +90,9 @@ def _check_layout(x: Layout, flavor: Flavor, target: Target) -> None:
     if x.dp % x.replicas:
         what = f"{x.replicas} replicas of dp {x.dp}: each of its replicas has whole cp groups"
         refuse(target, what, "plan with --replicas 1")
+    if x.expert_shard:
+        what = f"--expert-shard {x.expert_shard}: it has one policy of gathered weights for all weights"
+        refuse(target, what, f"plan with --expert-shard {ExpertShard.SAME}")
     if flavor.decoder.moe and x.ep == 1 and x.etp != x.tp:
         refuse(target, f"etp {x.etp} with tp {x.tp} and ep 1", f"plan with --etp {x.tp}")
 

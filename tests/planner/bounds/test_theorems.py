@@ -93,13 +93,16 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    g = model(draw(st.sampled_from(["dense", "tied", "sparse", "counting"])), draw(st.integers(9, 13)))
+    kind = draw(st.sampled_from(["dense", "tied", "sparse", "counting"]))
+    g = model(kind, draw(st.integers(9, 13)))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2)]))
     m = pp * draw(st.integers(1, 4)) if vpp > 1 else draw(st.integers(1, 4 * pp))
     mode, layers = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1), ("full", 2)]))
     dp = draw(st.sampled_from([1, 2] if pp == 3 else [1, 2, 4]))
     full = ["gradients", "weights"] if dp > 1 and (pp == 1 or not model_structure(g).shared_weights) else []
     shard = draw(st.sampled_from(["none", "optimizer", *full]))
+    reshard = draw(st.sampled_from(["micro-batch", "step"])) if shard == "weights" else "micro-batch"
+    own = ["optimizer", "gradients", "weights"] * (kind in ("sparse", "counting") and reshard == "micro-batch")
     x = Layout(
         pp=pp,
         vpp=vpp,
@@ -107,8 +110,9 @@ def cases(draw: st.DrawFn) -> Case:
         recompute=mode,
         recompute_layers=layers,
         shard=shard,
-        reshard=draw(st.sampled_from(["micro-batch", "step"])) if shard == "weights" else "micro-batch",
+        reshard=reshard,
         replicas=draw(st.sampled_from([1, 2])) if dp == 4 and shard in full else 1,
+        expert_shard=draw(st.sampled_from(["same", *(own if full and shard != "none" else [])])),
         micro_batch=draw(st.sampled_from([1, 2, 3])),
         microbatch_group=draw(st.sampled_from([0, m])) if m > pp and vpp > 1 else 0,
     )

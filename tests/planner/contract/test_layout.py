@@ -63,6 +63,7 @@ def broken(name: str, layout: Layout, seq: int = 1024, batch: int = 64, gpus: in
 SHARES = {"dp": 2, "shard": "optimizer"}
 FSDP = {"dp": 2, "shard": "weights"}
 WEIGHTS = ("gradients", "weights")
+OWN_SHARD = {"dp": 4, "shard": "weights", "expert_shard": "optimizer"}
 APART = {"tp": 16, "sequence_parallel": True, "overlaps": ("tensor",)}
 EXPERTS = {"dp": 2, "ep": 2, "overlaps": ("experts",)}
 
@@ -176,6 +177,40 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", {"dp": 2, "reshard": "step"}, {}, "fsdp-reshard", "use --shard weights", {"shard": "weights"}),
     ("gpt2", {"dp": 4, "replicas": 2}, {}, "fsdp-replicas", "use --replicas 1", {"replicas": 1}),
     ("gpt2", FSDP | {"dp": 4, "replicas": 4}, {}, "fsdp-replicas", "use --replicas 2", {"replicas": 2}),
+    ("gpt2", OWN_SHARD, {}, "expert-shard-copies", "use --expert-shard same", {"expert_shard": "same"}),
+    ("mixtral-8x7b", OWN_SHARD | {"ep": 4}, {}, "expert-shard-copies", "use a smaller ep", {"ep": 2}),
+    (
+        "mixtral-8x7b",
+        OWN_SHARD | {"expert_shard": "none"},
+        {},
+        "expert-shard-unsharded",
+        "or optimizer beside gradients or weights",
+        {"expert_shard": "optimizer"},
+    ),
+    (
+        "mixtral-8x7b",
+        {"dp": 4, "expert_shard": "optimizer"},
+        {},
+        "expert-shard-unsharded",
+        "use --expert-shard same",
+        {"expert_shard": "same"},
+    ),
+    (
+        "mixtral-8x7b",
+        OWN_SHARD | {"reshard": "step"},
+        {},
+        "expert-shard-step",
+        "use --reshard micro-batch",
+        {"reshard": "micro-batch"},
+    ),
+    (
+        "mixtral-8x7b",
+        {"dp": 4, "shard": "optimizer", "expert_shard": "weights", "grad_reduce": "bf16"},
+        {},
+        "fsdp-grad-reduce",
+        "or --shard optimizer --expert-shard same",
+        {"expert_shard": "same"},
+    ),
     ("gpt2", FSDP | {"grad_reduce": "bf16"}, {}, "fsdp-grad-reduce", "use --grad-reduce fp32", {"grad_reduce": "fp32"}),
     ("gpt2", FSDP | {"overlaps": ()}, {}, "fsdp-overlap", "add gradients and weights", {"overlaps": WEIGHTS}),
     (
@@ -223,7 +258,14 @@ def test_a_rule_refuses_and_its_fix_works(
 
 def test_every_rule_is_shown_to_refuse() -> None:
     elsewhere = {"tp-kv-heads", "tp-width", "recompute-blocks", "precision"}
-    elsewhere |= {"fsdp-precision", "fsdp-rows", "grad-reduce", "overlap-experts-precision", "sequence-pairs"}
+    elsewhere |= {
+        "expert-shard-frozen",
+        "fsdp-precision",
+        "fsdp-rows",
+        "grad-reduce",
+        "overlap-experts-precision",
+        "sequence-pairs",
+    }
     assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*RANGE_RULES, *RULES)}
 
 

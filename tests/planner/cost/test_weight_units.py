@@ -11,15 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.dsl.catalog import find
+from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.dsl.node import Slot
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner import cluster
-from megaloom.planner.contract.choices import Recompute, Reshard, Shard
+from megaloom.planner.contract.choices import ExpertShard, Recompute, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.plan_json import layout_to_json
+from megaloom.planner.contract.structured import StructureError, structured
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.cost.columns import CostColumn
 from megaloom.planner.cost.communication import (
@@ -32,9 +35,12 @@ from megaloom.planner.cost.cost_table import cost_table
 from megaloom.planner.cost.measured_memory import held_bytes
 from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
+from megaloom.planner.rules.rules import violations
+from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import plan as search
 from megaloom.planner.simulate.memory_timeline import memory_tracks
+from megaloom.planner.simulate.price import end_of_step
 from tests.support.profiles import changed
 
 MODELS = {
@@ -70,6 +76,42 @@ def test_bytes_of_a_parameter(n: int, dp: int) -> None:
     # Megatron-FSDP keeps a 16-bit shard beside that in fp32.
     state = state_bytes(n, 0, Layout(dp=dp, shard="weights"), Precision.BF16, MEGATRON)
     assert 0 <= state.total - 18 * n / dp < 4
+
+
+def test_experts_may_have_a_value_of_their_own() -> None:
+    """State, gathers and the end of the step are those of one value for dense weights, and of the other for experts."""
+    priced, n, q = pricer("sparse"), 10**9 + 7, 10**8 + 1
+    dense, experts = (Layout(dp=8, ep=2, shard=shard) for shard in ("optimizer", "weights"))
+    both = evolve(dense, expert_shard="weights")
+    assert both.fsdp and not both.distributed_optimizer
+    state = state_bytes(n, q, both, Precision.BF16).total
+    assert state == sum(
+        state_bytes(*x, Precision.BF16).total for x in ((n, 0, evolve(dense, overlaps=())), (0, q, experts))
+    )
+    waits = {x: priced.partition(x).waiting.sum() for x in (dense, both, experts)}
+    assert waits[dense] == 0 < waits[both] < waits[experts]
+    ends = [
+        end_of_step(*x, priced.cost_cache.job) for x in ((n, 0, 0.0, dense), (0, q, 0.0, experts), (n, q, 0.0, both))
+    ]
+    assert ends[2].gathering == ends[0].gathering + ends[1].gathering
+    assert ends[2].reduction == ends[0].reduction + ends[1].reduction
+    gathered = [Layout(dp=8, ep=2, shard="weights", expert_shard=shard) for shard in ("optimizer", "weights")]
+    tables = [cost_table(priced.cost_cache.job, x) for x in (evolve(both), *gathered)]
+    largest = [
+        table.units.gathered_nbytes(x, Precision.BF16) for table, x in zip(tables, (both, *gathered), strict=True)
+    ]
+    assert largest[0] > 0 and largest[2] >= max(largest[:2])
+
+
+def test_a_value_of_experts_that_all_weights_have_is_none_of_their_own() -> None:
+    alone, own = Layout(dp=2, shard="weights"), Layout(dp=2, shard="weights", expert_shard="weights")
+    assert own == alone and str(own) == str(alone)
+    other = evolve(own, expert_shard="optimizer")
+    assert str(other) == "dp2 mbs1 shard weights, of experts optimizer" and Layouts.of([other])[0] == other
+    assert layout_to_json(other).items() - layout_to_json(own).items() == {("expert_shard", "optimizer")}
+    assert structured(layout_to_json(other), Layout) == other and structured(layout_to_json(own), Layout) == own
+    with pytest.raises(StructureError, match="expert_shard must be one of same, none, optimizer"):
+        structured({**layout_to_json(own), "expert_shard": 3}, Layout)
 
 
 @pytest.mark.parametrize(("shard", "reshard"), FULL)
@@ -198,6 +240,27 @@ def test_a_search_with_replicas_shards_weights() -> None:
     x = made.best.layout
     assert x.replicas == 2 and x.shard is Shard.WEIGHTS and x.dense_shards == x.dp * x.cp // 2
     assert made.best.predicted.step_seconds == min(p.predicted.step_seconds for p in (made.best, *made.others))
+
+
+def test_a_search_with_a_value_of_experts_meets_each_layout_once() -> None:
+    """Experts of the plan have the fixed value and several copies; where all weights have it, it is none of its own."""
+    work, fixed = Workload(seq=64, batch=32), {"expert_shard": ExpertShard.OPTIMIZER}
+    candidates = Candidates(Pricer(graph(MODELS["sparse"]), cluster("8xH100"), work), fixed)
+    bounded = candidates.bound_all() and candidates.variants(np.arange(len(candidates.base_layouts)))
+    layouts = bounded.layouts.each(np.arange(len(bounded)))
+    assert len({*layouts}) == len(layouts) > 0
+    assert {(x.shard, x.expert_shard) for x in layouts} == {
+        (Shard.OPTIMIZER, ExpertShard.SAME),
+        (Shard.GRADIENTS, ExpertShard.OPTIMIZER),
+        (Shard.WEIGHTS, ExpertShard.OPTIMIZER),
+    }
+    assert all(x.edp > 1 and not violations(x, graph(MODELS["sparse"]), work, cluster("8xH100")) for x in layouts)
+    for given in ({"expert_shard": "weights"}, {"expert_shard": "weights", "shard": "optimizer"}):
+        made = search(MODELS["sparse"], cluster("8xH100"), work, ref="", fixed=given, fastest=True)
+        assert made.best.layout.shard_of_experts is Shard.WEIGHTS
+        assert made.best.predicted.step_seconds == min(p.predicted.step_seconds for p in (made.best, *made.others))
+    with pytest.raises(UserError, match="use --expert-shard same instead of --expert-shard weights"):
+        search(MODELS["dense"], cluster("8xH100"), work, ref="", fixed={"expert_shard": "weights"})
 
 
 def test_with_one_micro_batch_gradients_come_after_the_fullest_moment() -> None:

@@ -235,6 +235,16 @@ def test_replicas_are_those_of_each_program() -> None:
     assert "the runtime does not run 2 replicas" in refused(Target.SLURM, x)
 
 
+@pytest.mark.parametrize("target", [Target.MEGATRON_LM, Target.MEGATRON_BRIDGE, Target.TORCHTITAN])
+@pytest.mark.parametrize("shards", [("weights", "optimizer"), ("optimizer", "weights")])
+def test_experts_that_are_sharded_otherwise_are_refused(target: Target, shards: tuple[str, str]) -> None:
+    shard, expert_shard = shards
+    layout = Layout(dp=8, ep=4, shard=shard, expert_shard=expert_shard, vocab_multiple=1)
+    message = refused(target, layout, name="qwen3-30b-a3b")
+    assert f"--expert-shard {expert_shard}" in message and "for all weights" in message
+    assert "--expert-shard same" in message
+
+
 @pytest.mark.parametrize("target", [Target.SLURM, Target.KUBERNETES, Target.SKYPILOT])
 def test_a_job_of_our_own_runtime_has_the_plan_itself(target: Target) -> None:
     assert "megaloom.runtime.cli train" in exported(target, WEIGHTS)

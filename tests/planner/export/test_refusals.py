@@ -336,6 +336,7 @@ def test_every_field_of_a_layout_is_known_here() -> None:
         "grad_reduce",
         "reshard",
         "replicas",
+        "expert_shard",
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 
 from megaloom.dsl import graph
 from megaloom.dsl.catalog import find
@@ -27,6 +28,7 @@ GRADIENTS, WEIGHTS = Layout(dp=2, shard="gradients"), Layout(dp=2, shard="weight
 OPTIMIZER = Layout(dp=2, shard="optimizer")
 CP, SP, PP = Layout(cp=2, shard="weights"), Layout(tp=2, sequence_parallel=True), Layout(pp=2)
 EP, ETP = Layout(dp=2, ep=2, shard="weights"), Layout(dp=2, etp=2, shard="weights")
+OWN_EXPERTS = Layout(dp=2, shard="optimizer", expert_shard="weights")
 OWN = f"{TEST_MODELS / 'own_layers.py'}:gated"
 RESHARDS = [
     ("tiny_llama", SP, WEIGHTS),
@@ -38,6 +40,8 @@ RESHARDS = [
     ("tiny_gpt_lora", SP, WEIGHTS),
     ("tiny_mixtral", EP, ETP),
     ("tiny_gpt_oss", ETP, WEIGHTS),
+    ("tiny_mixtral", OWN_EXPERTS, evolve(WEIGHTS, expert_shard="gradients")),
+    ("tiny_mixtral", PP, OWN_EXPERTS),
     ("uneven_t5", WEIGHTS, SP),
     ("own-module", GRADIENTS, SP),
     ("own-module", SP, WEIGHTS),
@@ -60,7 +64,7 @@ DENSE = [
 ]
 SPARSE = [
     *DENSE,
-    Layout(dp=4, ep=2, shard="weights"),
+    Layout(dp=4, ep=2, shard="weights", expert_shard="optimizer"),
     Layout(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, shard="optimizer"),
 ]
 """Layouts of one chain: each run goes on from the checkpoint of the run before."""
