@@ -92,7 +92,7 @@ class Shard(Choice):
 
 
 class ExpertShard(Choice):
-    """State of experts that is sharded over the devices that have copies of them: a value of their own, or that of all."""
+    """State of experts that is sharded over the devices that have copies of them."""
 
     SAME = 0  # as `Shard` says for all other weights
     NONE = 1  # the values of `Shard`, each one more than there

@@ -62,9 +62,8 @@ def _field(
         return (convert or kind)(value)
 
     def settled(value: Any, layout: Any) -> Any:
-        return (
-            converted(value) if settle is None or not isinstance(layout, Layout) else settle(converted(value), layout)
-        )
+        new = converted(value)
+        return settle(new, layout) if settle is not None and isinstance(layout, Layout) else new
 
     converter: Any = converted if settle is None else Converter(settled, takes_self=True)
     return field(

@@ -116,7 +116,7 @@ def _length(kind: Any) -> int | None:
 
 
 def _layout(value: Any) -> Layout:
-    """Return the layout that these JSON fields describe: all of them but those that a plan leaves out, and no others."""
+    """Return the layout that these JSON fields describe: all but those that a plan may leave out, and no others."""
     absent = LEFT_OUT_OF_PLANS.keys() - value.keys() if type(value) is dict else set()
     _all_fields(Layout, value, FIELDS.keys() - absent)
     made = {}

@@ -96,7 +96,8 @@ EXPERT_SHARD_RULES = (
     ),
     Rule(
         id="expert-shard-unsharded",
-        sentence="With different values, one of `--shard` and `--expert-shard` is gradients or weights, and none is none.",
+        sentence="With different values, one of `--shard` and `--expert-shard` is gradients or weights, and the other "
+        "is at least optimizer.",
         fix="use --expert-shard same, or optimizer beside gradients or weights",
         owner=Owner.PLANNER,
         source="megatron-core's DistributedDataParallelConfig has one use_distributed_optimizer for all weights, and "

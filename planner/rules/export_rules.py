@@ -152,8 +152,8 @@ def _megatron_fsdp_text(case: Case[Layout]) -> Words:
 ONE_STRATEGY = "Megatron-FSDP has one --data-parallel-sharding-strategy for all weights"
 MEGATRON_FSDP = Rule(
     id="megatron-fsdp",
-    sentence="With `--shard gradients` and `--shard weights`, pp is 1, the precision bf16, weights are freed after each "
-    "pass, and experts are sharded as all other weights.",
+    sentence="With `--shard gradients` and `--shard weights`, pp is 1, the precision bf16, weights are freed after "
+    "each pass, and experts are sharded as all other weights.",
     fix="use pp 1 and --precision bf16, or --shard optimizer",
     owner=Owner.PLANNER,
     source="Megatron-FSDP ends in an error: mcore_fsdp_adapter.py, _get_dp_tp_mesh divides all ranks by dp x cp x tp",

@@ -10,7 +10,6 @@ from megaloom.planner.contract.layout import FULLY_SHARDED, Layout
 from megaloom.planner.contract.workload import Precision
 
 from .divisors import divisors, nearest
-from .expert_shard import EXPERT_SHARD_RULES
 from .rule import (
     Case,
     L,
@@ -161,7 +160,6 @@ def _rows_text(case: Case[Layout]) -> Words:
 
 
 FSDP_RULES = (
-    *EXPERT_SHARD_RULES,
     Rule(
         id="fsdp-ranks",
         sentence=f"{SHARDS} need dp x cp of at least 2.",

@@ -15,6 +15,7 @@ from megaloom.planner.contract.layout import MOST, Layout
 from megaloom.planner.contract.layouts import Column
 from megaloom.planner.contract.workload import Workload
 
+from .expert_shard import EXPERT_SHARD_RULES
 from .fsdp import FSDP_RULES
 from .mesh import MESH_RULES
 from .overlaps import OVERLAP_RULES
@@ -97,7 +98,7 @@ RANGE_RULES = (
         explain=_plausible_text,
     ),
 )
-RULES = (*MESH_RULES, *SIZE_RULES, *STEP_RULES, *OVERLAP_RULES, *FSDP_RULES)
+RULES = (*MESH_RULES, *SIZE_RULES, *STEP_RULES, *OVERLAP_RULES, *FSDP_RULES, *EXPERT_SHARD_RULES)
 
 
 def violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:

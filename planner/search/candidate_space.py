@@ -32,6 +32,7 @@ from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import ModelRequirements, model_requirements
 from megaloom.planner.rules import export_rules, rules
 from megaloom.planner.rules.divisors import divisors
+from megaloom.planner.rules.expert_shard import EXPERT_SHARD_RULES
 from megaloom.planner.rules.fsdp import FSDP_RULES
 from megaloom.planner.rules.overlaps import may_overlap_experts, within_node
 from megaloom.planner.rules.rule import Case, Rule, Truth, fields_read, legal
@@ -64,7 +65,9 @@ KEPT_BY_CHOICES = frozenset((
     "overlap-experts-recompute", "overlap-experts-precision", "overlap-experts-mtp",
 ))  # fmt: skip
 # Rules that variants keep too, unless experts have a value of `shard` of their own.
-KEPT_WITH_ONE_SHARD = frozenset((*(rule.id for rule in FSDP_RULES), export_rules.MEGATRON_FSDP.id))
+KEPT_WITH_ONE_SHARD = frozenset((
+    *(rule.id for rule in FSDP_RULES), export_rules.MEGATRON_FSDP.id, "expert-shard-unsharded",
+))  # fmt: skip
 COUNTED_AT_ONCE = 1024  # base layouts whose variants are counted together
 
 InnerOverlaps = tuple[Overlap, ...]  # overlaps within a micro-batch
@@ -120,7 +123,7 @@ class CandidateSpace:
         of their own.
         """
         base = self._unchecked_base_layouts()
-        plain = evolve(base, shard=np.full(len(base), shard_choices(False, self.fixed)[0]))
+        plain = self._settled(evolve(base, shard=np.full(len(base), shard_choices(False, self.fixed)[0])))
         plain = evolve(plain, overlaps=self._overlaps(plain) & ~Overlap.EXPERTS.bit)  # expert overlap needs chunks
         of_variants = {rule.id for rule, _ in self._variant_rules}
         mask = legal((rule for rule in self._rules if rule.id not in of_variants), self._case(plain))
@@ -214,7 +217,7 @@ class CandidateSpace:
         overlaps = self.fixed.get("overlaps", layouts.overlaps | default_overlaps(full))
         exported = (export_rules.MEGATRON_FSDP,) if self.exported else ()
         sharded = self._settled(evolve(layouts, shard=full, overlaps=overlaps + 0 * full))
-        return legal((*FSDP_RULES, *exported), self._case(sharded))
+        return legal((*FSDP_RULES, *EXPERT_SHARD_RULES, *exported), self._case(sharded))
 
     def _subsets(self, base: Layouts) -> Column:
         """Return which variants each base layout has: ALL_VARIANTS, OVERLAPPED_EXPERTS or OTHER_VARIANTS."""

@@ -152,7 +152,7 @@ class _Sharding:
     def apply(self, modules: Sequence[nn.Module], kind: _Kind, kept: nn.Module | None = None) -> None:
         """Make each module a unit of its weights of one kind; modules that share some of them are one unit.
 
-        Gathered weights are freed after each pass of a micro-batch if they are sharded then, else at the end of the step.
+        Gathered weights are freed after each pass of a micro-batch where they are sharded then, else after the step.
         kept: the module after which the backward pass follows at once, so that its weights stay gathered in between.
         """
         frees = self.placements[kind.of_experts].weights == SHARDED
