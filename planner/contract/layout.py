@@ -48,24 +48,17 @@ def _field(
     default: Any = None,
     minimum: int = 0,
     flag: str = "",
-    convert: Callable[[Any], int] | None = None,
-    settle: Callable[[Any, Any], Any] | None = None,
+    convert: Callable[[Any], int] | Converter[Any, int] | None = None,
 ) -> Any:
-    """Return one row of the table. Numbers are not converted, for speed; neither are columns of numbers.
-
-    settle: returns the value of one layout that holds, from the given one and the fields before it.
-    """
+    """Return one row of the table. Numbers are not converted, for speed; neither are columns of numbers."""
 
     def converted(value: Any) -> Any:
         if hasattr(value, "dtype") or (convert is None and isinstance(value, kind)):
             return value
-        return (convert or kind)(value)
+        make: Any = convert or kind
+        return make(value)
 
-    def settled(value: Any, layout: Any) -> Any:
-        new = converted(value)
-        return settle(new, layout) if settle is not None and isinstance(layout, Layout) else new
-
-    converter: Any = converted if settle is None else Converter(settled, takes_self=True)
+    converter: Any = convert if isinstance(convert, Converter) else converted
     return field(
         default=kind(minimum) if default is None else default,
         converter=None if kind is int else converter,
@@ -79,9 +72,11 @@ def _named_modules(names: int | Iterable[str]) -> ModuleSet:
     return ModuleSet() if found == DEFAULT_MODULES else found
 
 
-def _own_value(expert_shard: ExpertShard, layout: Layout) -> ExpertShard:
+def _own_value(value: Any, layout: Any) -> Any:
     """Return the value of experts; one that all other weights have too is the same as none of their own."""
-    return ExpertShard.SAME if expert_shard == layout.shard + 1 else expert_shard
+    if hasattr(value, "dtype"):
+        return value
+    return ExpertShard.SAME if layout.shard + 1 == ExpertShard(value) else ExpertShard(value)
 
 
 def _degree(title: str, help: str) -> Any:
@@ -162,7 +157,7 @@ class LayoutFields(Generic[N]):
         "State of experts that is sharded over the ranks that have copies of them, if not the same as --shard says: "
         "optimizer, gradients or weights. Only with --shard or --expert-shard gradients or weights. The search never "
         "chooses another one than same. Default: same.",
-        settle=_own_value,
+        convert=Converter(_own_value, takes_self=True),
     )
 
     @property
