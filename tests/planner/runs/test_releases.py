@@ -46,9 +46,11 @@ def test_newer_flags_are_told_apart_and_say_what_they_change() -> None:
 
 
 def test_the_release_is_the_first_one_with_every_flag() -> None:
-    assert run("").version == "0.16.1"
-    assert run("--use-mup").version == "0.17"
-    assert run("--use-mup --nvtx-ranges --flash-attention-version 3").version == "0.19"
+    assert run("").defaults == "Megatron-LM 0.16.1"
+    assert run("--use-mup").defaults == "Megatron-LM 0.17"
+    assert run("--use-mup --nvtx-ranges --flash-attention-version 3").defaults == "Megatron-LM 0.19"
+    assert run("", "0.17").version == "0.17"
+    assert not run("").version
     assert least_release(["--nvtx-ranges", "--no-such-flag"]) == "0.18"
 
 
@@ -67,7 +69,7 @@ def test_a_flag_that_a_stated_release_does_not_have_is_refused(flags: str, relea
     with pytest.raises(UserError, match=message):
         run(flags, release)
     assert run(flags, release, (flags,)).version == release
-    assert run(flags).version != release
+    assert run(flags).defaults != f"Megatron-LM {release}"
 
 
 def test_defaults_of_sharding_differ_between_releases() -> None:
