@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
+from attrs import frozen
 from cyclopts import App, CycloptsError, Parameter
 
 from .adapter_options import NO_CHANGES, ModelChanges
@@ -105,50 +106,51 @@ def find_plan(
     result.check_files()
     declared, ref = find(model, model_arguments(changes.words, changes.settings))
     declared = changes.adapters.added_to(declared, ref)
-    return _plan_or_list(declared, ref, job, chosen, result, budget)
+    return _plan_or_list(PlanRequest(declared, ref, job, chosen, result, budget))
 
 
-def _plan_or_list(
-    declared: Model,
-    ref: str,
-    job: JobOptions,
-    chosen: FixedAxes,
-    result: ResultOptions,
-    budget: TokenBudget | None,
-) -> int | None:
+@frozen
+class PlanRequest:
+    """A request for a plan: the model and its reference, the job, the layout's fixed fields, and what to print."""
+
+    declared: Model
+    ref: str
+    job: JobOptions
+    chosen: FixedAxes
+    result: ResultOptions
+    budget: TokenBudget | None
+
+
+def _plan_or_list(request: PlanRequest) -> int | None:
     """Print the broken rules, the layouts of a range of clusters or the Pareto front if asked to; else plan."""
     from megaloom.dsl.graph import graph
     from megaloom.planner.hardware.cluster_names import cluster, is_range
 
     from .actions import print_lint, print_scaling
 
+    declared, job, result = request.declared, request.job, request.result
     if result.lint:
         machine = cluster(job.cluster_name)
-        return print_lint(graph(declared), machine, job.workload(declared, machine), chosen, result.as_json)
+        workload = job.workload(declared, machine)
+        return print_lint(graph(declared), machine, workload, request.chosen, result.as_json)
     if result.pareto or is_range(job.cluster_name):
         result.check_no_plan(job.cluster_name)
-        print_scaling(declared, job, chosen, budget, pareto=result.pareto, as_json=result.as_json)
+        print_scaling(declared, job, request.chosen, request.budget, pareto=result.pareto, as_json=result.as_json)
         return None
-    return _plan(declared, ref, job, chosen, result, budget)
+    return _plan(request)
 
 
-def _plan(
-    declared: Model,
-    ref: str,
-    job: JobOptions,
-    chosen: FixedAxes,
-    result: ResultOptions,
-    budget: TokenBudget | None,
-) -> int | None:
+def _plan(request: PlanRequest) -> int | None:
     """Search a plan, print it, and write its files. Return 130 if the search was interrupted."""
     from megaloom.planner.contract.plan_json import save
     from megaloom.planner.hardware.cluster_names import cluster
 
     from .actions import print_report, run_search
 
+    declared, job, result = request.declared, request.job, request.result
     machine = cluster(job.cluster_name)
     workload = job.workload(declared, machine)
-    found = run_search(declared, machine, workload, ref, chosen, job)
+    found = run_search(declared, machine, workload, request.ref, request.chosen, job)
     path = result.output or ("" if result.as_json else "plan.json")
     if path:
         save(found.best, path)
@@ -160,9 +162,9 @@ def _plan(
         from megaloom.dsl.facts.parameters import params
         from megaloom.planner.report.to_json import search_json
 
-        print(json.dumps(search_json(found, result.top, params(declared), budget), indent=1))
+        print(json.dumps(search_json(found, result.top, params(declared), request.budget), indent=1))
     else:
-        print_report(found, declared, result.top, job.assumed, path, budget)
+        print_report(found, declared, result.top, job.assumed, path, request.budget)
         for picture in filter(None, (result.html, result.trace)):
             print(f"wrote {picture}")
     return None if found.gap is None else 130

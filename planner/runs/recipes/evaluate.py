@@ -7,10 +7,8 @@ known, what its branches assign is not known either.
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
 
 from attrs import define, field
 
@@ -19,30 +17,13 @@ from megaloom.planner.runs.words import Origin, Unknown
 
 from .builtin_calls import computed_call
 from .modules import ModuleFiles, PythonModule, imported_names
+from .operators import SIZES, operated
 from .values import Foreign, Function, Instance, Known, Lacking, Value, item_key, truth
 
 MOST_STATEMENTS = 20_000
 DEEPEST_FUNCTION = 40
-MOST_NUMBER, MOST_TEXT, MOST_ITEMS = 2**63, 100_000, 10_000
 Scope = dict[str, Value]
-PYTHON_OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], object]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne,
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.Is: operator.is_, ast.IsNot: operator.is_not,
-    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
-}  # fmt: skip
 LIST_METHODS = ("append", "extend")
-SIZES = (int, float, bool)
-"""Types of constants that are computed with; others are compared only."""
-
-
-def _lists(kind: ast.AST, left: list[Value], right: Value) -> list[Value] | None:
-    """Return two lists as one, or a list several times; None for another operation."""
-    if isinstance(kind, ast.Add) and isinstance(right, list):
-        return [*left, *right]
-    count = right.value if isinstance(kind, ast.Mult) and isinstance(right, Known) else None
-    return left * count if isinstance(count, int) and 0 <= count * len(left) <= MOST_ITEMS else None
 
 
 class _ReturnError(Exception):
@@ -205,7 +186,11 @@ class RecipeEvaluator:
         if isinstance(node, ast.ListComp) and len(node.generators) == 1 and not node.generators[0].ifs:
             return self._listed(node, scope, module)
         if isinstance(node, ast.Subscript):
-            return self._item(self.value(node.value, scope, module), self.value(node.slice, scope, module), origin)
+            owner, key = self.value(node.value, scope, module), self.value(node.slice, scope, module)
+            if isinstance(owner, Foreign) and owner.name == "os.environ":
+                got = Instance("os.environ.get", origin, arguments=[key])
+                return computed_call(got, self.environment) or self._item(owner, key, origin)
+            return self._item(owner, key, origin)
         return self._operated(node, scope, module)
 
     def _operated(self, node: ast.expr, scope: Scope, module: PythonModule) -> Value:
@@ -233,31 +218,7 @@ class RecipeEvaluator:
         self, kind: ast.AST, first: ast.expr, second: ast.expr, scope: Scope, module: PythonModule
     ) -> Value | None:
         left, right = self.value(first, scope, module), self.value(second, scope, module)
-        if isinstance(kind, ast.Is | ast.IsNot) and isinstance(left, Instance) and isinstance(right, Known):
-            return Known(isinstance(kind, ast.IsNot), module.origin(first))
-        if isinstance(left, list) and (joined := _lists(kind, left, right)) is not None:
-            return joined
-        one = [item.value for item in left if isinstance(item, Known)] if isinstance(left, list) else None
-        other = [item.value for item in right if isinstance(item, Known)] if isinstance(right, list) else None
-        a = left.value if isinstance(left, Known) else one
-        b = right.value if isinstance(right, Known) else other
-        if (
-            type(kind) not in PYTHON_OPERATORS
-            or not isinstance(left, Known | list)
-            or not isinstance(right, Known | list)
-        ):
-            return next((value for value in (left, right) if isinstance(value, Lacking)), None)
-        numbers = isinstance(a, SIZES) and isinstance(b, SIZES)
-        texts = isinstance(kind, ast.Add) and isinstance(a, str) and isinstance(b, str)
-        if isinstance(kind, ast.operator) and not (numbers or texts):
-            return None
-        try:
-            value = PYTHON_OPERATORS[type(kind)](a, b)
-        except (TypeError, ArithmeticError, ValueError):
-            return None
-        if (isinstance(value, int) and abs(value) > MOST_NUMBER) or (isinstance(value, str) and len(value) > MOST_TEXT):
-            return None
-        return Known(value, left.origin if isinstance(left, Known) else module.origin(first))
+        return operated(kind, left, right, module.origin(first))
 
     def _listed(self, node: ast.ListComp, scope: Scope, module: PythonModule) -> Value:
         """Return the items of a list comprehension with one `for`."""
