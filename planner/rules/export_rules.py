@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from megaloom.dsl import MLA, Graph
+from megaloom.dsl import MLA, Graph, Mamba2
 from megaloom.planner.contract.choices import ExpertShard, Reshard
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
@@ -52,6 +52,15 @@ def _latent_text(case: Case[Layout]) -> Words:
         f"latent attention has tp {case.layout.tp} without sequence parallelism",
         "add --sequence-parallel, or use tp 1",
     )
+
+
+def _mamba_chunks(case: Case[L]) -> Truth:
+    holds: Truth = (case.layout.vpp == 1) | (not any(isinstance(n.op, Mamba2) for n in case.graph.nodes))
+    return holds
+
+
+def _mamba_chunks_text(case: Case[Layout]) -> Words:
+    return f"a model with Mamba-2 layers has vpp {case.layout.vpp}", "use vpp 1"
 
 
 def _expert_bias(case: Case[L]) -> Truth:
@@ -216,6 +225,15 @@ EXPORT_RULES = (
         source="multi_latent_attention.py:616: the gradient of the keys that all heads share is not summed over tp",
         holds=_latent,
         explain=_latent_text,
+    ),
+    Rule(
+        id="mamba-chunks",
+        sentence="vpp is 1 in a model with Mamba-2 layers.",
+        fix="use vpp 1",
+        owner=Owner.CORE,
+        source="mamba_block.py:173: its Mamba models have no interleaved schedule",
+        holds=_mamba_chunks,
+        explain=_mamba_chunks_text,
     ),
     Rule(
         id="shared-chunks",

@@ -17,6 +17,7 @@ from megaloom.dsl import (
     Embed,
     Graph,
     Layer,
+    Mamba2,
     MoE,
     NextToken,
     Normalize,
@@ -64,6 +65,7 @@ class Own(Layer):
         return x >> SwiGLU(16)
 
 
+MAMBA = Mamba2(heads=8, head_dim=16, state=8)
 LATENT = MLA(heads=4, q_rank=None, kv_rank=8, nope=4, rope=4, v=4, positions=Rope(1e4))
 
 
@@ -157,6 +159,12 @@ def test_what_megatron_core_computes_wrongly(mix: Layer, layout: Layout, rule: s
     work, machine = Workload(seq=64, batch=8), cluster(f"{layout.world}xH100")
     assert violations(layout, lm(mix), work, machine) == runtime_violations(layout, lm(mix), work, machine) == ()
     assert [v.rule for v in export_violations(layout, lm(mix), work, machine)] == ([rule] if rule else [])
+
+
+def test_megatron_core_does_not_interleave_models_with_mamba() -> None:
+    for layout, rules in ((Layout(pp=2, vpp=2), ["mamba-chunks"]), (Layout(pp=4), [])):
+        case = (lm(MAMBA), Workload(seq=64, batch=8), cluster(f"{layout.world}xH100"))
+        assert [v.rule for v in export_violations(layout, *case)] == rules
 
 
 def test_precisions() -> None:
