@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 from itertools import zip_longest
-from math import log2
+from math import comb, log2
 
 from attrs import frozen
 
@@ -146,8 +146,33 @@ def level_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluste
     return tuple(out)
 
 
-def deduplicated_seconds(nbytes: float, copies: int, group: ProcessGroup, cluster: Cluster) -> float:
-    """Return the seconds of a deduplicated dispatch of tokens, each to `copies` experts.
+@frozen
+class TokenRouting:
+    """How a router spreads the copies of each token over experts in equal groups: over those of `top_groups` only."""
+
+    copies: int  # of a token, one for each expert
+    groups: int = 1
+    top_groups: int = 1
+
+    def distinct_share(self, count: int) -> float:
+        """Return the expected number of `count` destinations that a token's copies reach, as a share of the copies.
+
+        Each destination has as many consecutive experts. With k copies, G groups, of which T are chosen at random, and
+        n destinations, the copies reach each of m destinations alike: m (1 - (1 - 1/m)^k) of them. A group of several
+        destinations leaves m = n T / G. A destination of g = G / n groups gets a copy, if j of them are chosen, with
+        probability 1 - (1 - j/T)^k; j is hypergeometric.
+        """
+        k, groups, top = self.copies, self.groups, self.top_groups
+        if groups % count == 0 and groups > count:
+            each = groups // count
+            chosen = (comb(each, j) * comb(groups - each, top - j) * (1 - (1 - j / top) ** k) for j in range(top + 1))
+            return count * sum(chosen) / comb(groups, top) / k
+        reached = count * top // groups if count % groups == 0 else count
+        return reached * (1 - (1 - 1 / reached) ** k) / k
+
+
+def deduplicated_seconds(nbytes: float, routing: TokenRouting, group: ProcessGroup, cluster: Cluster) -> float:
+    """Return the seconds of a deduplicated dispatch of tokens to their experts.
 
     A token goes once to each node that has one of its experts, and once to each device there. Sends to all devices run
     at the same time, not around a ring.
@@ -156,16 +181,11 @@ def deduplicated_seconds(nbytes: float, copies: int, group: ProcessGroup, cluste
         return 0.0
     n, levels = group.size, level_seconds("all_to_all", nbytes, group, cluster)[1:]
     nodes, _ = group_nodes(n, group.stride, cluster.per_node, cluster.count)
-    received = nbytes * (n - 1) / n * _distinct_share(n, copies) / (cluster.intra.reached * DISPATCH_KERNELS)
-    share = _distinct_share(nodes, copies)
+    received = nbytes * (n - 1) / n * routing.distinct_share(n) / (cluster.intra.reached * DISPATCH_KERNELS)
+    share = routing.distinct_share(nodes)
     sent = nbytes / nodes * share / NODE_TO_NODE if nodes > 1 else 0.0
     link = cluster.inter if nodes > 1 else cluster.intra
     return MESSAGE_SECONDS + link.latency + link.hop + max(received, sent, *(share * took for took in levels))
-
-
-def _distinct_share(count: int, copies: int) -> float:
-    """Return the expected number of `count` destinations that a token's copies reach, as a share of the copies."""
-    return count * (1 - (1 - 1 / count) ** copies) / copies
 
 
 @frozen

@@ -19,7 +19,7 @@ from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import output_elements, program
 from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.work import Work
-from megaloom.dsl.ops.routing import Route
+from megaloom.dsl.ops.routing import Gate, Route
 from megaloom.dsl.work_kinds import WorkKind
 from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.choices import Module, Overlap, Recompute
@@ -304,6 +304,14 @@ def _add_kernels(
     row[CostColumn.FUSED_PARAMS] = facts.params + facts.expert_params - max(0, apart)
 
 
+def _token_routing(kind: NodeKind) -> communication.TokenRouting:
+    """Return how the router of a node spreads tokens; a gate of another node is taken to have no groups."""
+    ops = [s.value.op for s in program(kind.node).steps]
+    gate = next((op for op in ops if isinstance(op, Gate)), None)
+    copies = max((op.top_k for op in ops if isinstance(op, Route)), default=1)
+    return communication.TokenRouting(copies, *((gate.groups, gate.top_groups) if gate else ()))
+
+
 def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: Layout) -> Iterator[Repeated]:
     """Add the seconds of a node's exposed collectives to its row; yield those that recompute repeats."""
     cluster, precision, profile = job.cluster, job.workload.precision, job.profile
@@ -324,9 +332,7 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
             way = profile.attention.context_communication
             took = communication.context_parallel_seconds(way, exchange, group, cluster)
         elif c.kind == "all_to_all" and c.axis == "ep" and profile.experts.deduplicated_dispatch:
-            ops = [s.value.op for s in program(kind.node).steps]
-            copies = max((op.top_k for op in ops if isinstance(op, Route)), default=1)
-            took = communication.deduplicated_seconds(nbytes, copies, group, cluster)
+            took = communication.deduplicated_seconds(nbytes, _token_routing(kind), group, cluster)
         else:
             took = communication.collective_seconds(c.kind, cluster, (nbytes, group))
         took *= 1 - hidden.get(c.axis, 0.0)

@@ -67,6 +67,8 @@ class Decoder:
     top_k: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    groups: int = 1  # of experts, of which a router chooses `top_groups` for each token
+    top_groups: int = 1
     dense_layers: int = 0  # layers before the first one with experts
     alternate_experts: bool = False  # every second layer has experts
     sliding_window: int | None = None  # of every second layer
@@ -115,7 +117,16 @@ class Decoder:
         shared = self._plain(self.shared_ffn) if self.shared_ffn else None
         width = self.expert_ffn or self.ffn
         expert = ClampedGLU(width) if self.clamped_experts else self._plain(width)
-        moe = MoE(expert, self.experts, self.top_k, balance=0.01, shared=shared, bias=self.clamped_experts)
+        moe = MoE(
+            expert,
+            self.experts,
+            self.top_k,
+            balance=0.01,
+            shared=shared,
+            bias=self.clamped_experts,
+            groups=self.groups,
+            top_groups=self.top_groups,
+        )
         first = [(self.dense_layers, self._block(dense, None, dropout))] if self.dense_layers else []
         return [
             *first,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 from attrs import evolve
@@ -16,7 +17,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.columns import CostColumn
-from megaloom.planner.cost.communication import PASSES, ProcessGroup
+from megaloom.planner.cost.communication import PASSES, ProcessGroup, TokenRouting
 from megaloom.planner.cost.profiles.frameworks import MEGATRON
 from megaloom.planner.cost.profiles.groups import ContextCommunication
 from megaloom.planner.hardware.cluster_names import cluster
@@ -119,7 +120,7 @@ def test_tokens_sent_once_take_as_long_as_measured(
     token, copies, many = 4096 * 7168 * 2, 8, cluster(f"{size}x{gpu}")
     expected_copies = [n * (1 - (1 - 1 / n) ** copies) for n in (size, many.nodes)]
     got = token * expected_copies[many.nodes > 1]
-    took = communication.deduplicated_seconds(copies * token, copies, ProcessGroup(size, 1), many)
+    took = communication.deduplicated_seconds(copies * token, TokenRouting(copies), ProcessGroup(size, 1), many)
     assert got / (took - communication.MESSAGE_SECONDS) / 1e9 == pytest.approx(sum(kernel) / 2, rel=0.1)
     assert got / (took + 2 * token * expected_copies[0] / many.device.moves) / 1e9 == pytest.approx(
         sum(call) / 2, rel=0.15
@@ -129,10 +130,24 @@ def test_tokens_sent_once_take_as_long_as_measured(
 @given(st.integers(1, 1 << 32), st.integers(1, 16), st.sampled_from([2, 8, 16, 64, 512]))
 def test_copies_for_one_node_are_sent_once(nbytes: int, copies: int, size: int) -> None:
     group = ProcessGroup(size, 1)
-    took = communication.deduplicated_seconds(nbytes, copies, group, FLAT)
-    assert took <= communication.deduplicated_seconds(nbytes, 1, group, FLAT) * (1 + 1e-9)
-    assert took < communication.deduplicated_seconds(copies * nbytes, copies, group, FLAT) or copies == 1
-    assert communication.deduplicated_seconds(nbytes, copies, ProcessGroup(1, 1), FLAT) == 0
+    routing = TokenRouting(copies)
+    took = communication.deduplicated_seconds(nbytes, routing, group, FLAT)
+    assert took <= communication.deduplicated_seconds(nbytes, TokenRouting(1), group, FLAT) * (1 + 1e-9)
+    assert took < communication.deduplicated_seconds(copies * nbytes, routing, group, FLAT) or copies == 1
+    assert communication.deduplicated_seconds(nbytes, routing, ProcessGroup(1, 1), FLAT) == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 32])
+def test_tokens_reach_as_many_destinations_as_a_simulated_router_chooses(count: int) -> None:
+    """A router of DeepSeek-V3: 8 experts, with repeats, of the 256 / 8 in each of 4 random groups of 8."""
+    random, routing = Random(0), TokenRouting(8, groups=8, top_groups=4)
+    reached = 0
+    for _ in range(tokens := 4000):
+        chosen = random.sample(range(8), 4)
+        reached += len({(32 * random.choice(chosen) + random.randrange(32)) * count // 256 for _ in range(8)})
+    assert 8 * routing.distinct_share(count) == pytest.approx(reached / tokens, rel=0.02)
+    assert routing.distinct_share(count) <= TokenRouting(8).distinct_share(count)
+    assert count == 1 or 8 * routing.distinct_share(count) <= count
 
 
 @pytest.mark.parametrize("seq", [2048, 32768])
