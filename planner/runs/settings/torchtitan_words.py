@@ -153,6 +153,9 @@ def _batch(options: Mapping[str, Word], path: str, devices: int) -> _Batch:
         raise UserError(f"{path}: {devices} GPUs are not a multiple of tp × pp × cp = {prod(degrees)}")
     stated = options.get("parallelism.pipeline_parallel_microbatch_size") or evolve(local, text="1")
     micro = stated if degrees[1] > 1 else local
+    for word in (local, micro):
+        if not word.text.isdecimal() or int(word.text) == 0:
+            raise UserError(f"{word.origin}: a batch size of torchtitan must be a whole number above 0")
     whole = options.get("training.global_batch_size")
     if whole is None or not whole.text.isdigit() or whole.text == "0":
         whole = evolve(local, text=str(int(local.text) * ranks))

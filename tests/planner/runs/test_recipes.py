@@ -197,6 +197,7 @@ def test_batches_and_stages_of_torchtitan_0_3_are_read() -> None:
         ("seq_len=4096", "seq_len=4096, enable_cpu_offload=True", "host memory"),
         ("seq_len=4096", 'seq_len=4096, dtype="bfloat16"', "in bf16 alone"),
         ("local_batch_size=8", "max_context_length=3000", "no whole number of sequences"),
+        ("pipeline_parallel_microbatch_size=2", "pipeline_parallel_microbatch_size=''", "a whole number above 0"),
         (
             "tensor_parallel_degree=2",
             "tensor_parallel_degree=1, context_parallel_degree=2, context_parallel_load_balancer=None",
