@@ -148,7 +148,7 @@ def level_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluste
 
 @frozen
 class TokenRouting:
-    """How a router spreads the copies of each token over experts in equal groups: over those of `top_groups` only."""
+    """A router of tokens to experts in equal groups, of which each token has experts in `top_groups` only."""
 
     copies: int  # of a token, one for each expert
     groups: int = 1
