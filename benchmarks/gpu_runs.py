@@ -31,15 +31,13 @@ from attrs import frozen
 
 from benchmarks.gpu_cases import CASES, Case, planned
 from benchmarks.gpu_report import RESULTS, THIS_COMMAND, Measured, append, read, report
-from megaloom.dsl.catalog import find
+from benchmarks.timed_steps import timed_steps
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rank_environment import connections
 from megaloom.runtime.megatron import device
-from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.training.chosen_backend import with_backend
 
 GiB = 2**30
@@ -130,7 +128,7 @@ def measured(case: Case, plan: Plan, gpus: str, budget: Budget) -> Measured:
     """Return the median step and the most memory of any rank of a case, whose model is freed again."""
     if device.gpu_count():
         torch.cuda.reset_peak_memory_stats()
-    took = _step_seconds(plan, budget)
+    took = list(timed_steps(plan, budget.steps))[budget.uncounted :]
     reserved = torch.cuda.max_memory_reserved() if device.gpu_count() else 0
     most = torch.tensor([device.peak_memory(), reserved], dtype=torch.float64, device=device.current())
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -149,21 +147,6 @@ def measured(case: Case, plan: Plan, gpus: str, budget: Budget) -> Measured:
         memory_gib=round(allocated_gib, 3),
         reserved_gib=round(reserved_gib, 3),
     )
-
-
-def _step_seconds(plan: Plan, budget: Budget) -> list[float]:
-    """Return the seconds of the counted steps of a plan's model."""
-    from megaloom.runtime.engine.engine import Engine  # imports megatron-core, which the launcher prepares
-
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=budget.steps))
-    maker = SampleMaker.of(engine.graph, plan.workload.seq)
-    tokens = torch.randint(maker.ids, (maker.length,), generator=torch.Generator().manual_seed(1))
-    took = []
-    for _ in range(budget.steps):
-        begun = time.monotonic()
-        engine.step(lambda i: maker.make(tokens, i, 1))
-        took.append(time.monotonic() - begun)
-    return took[budget.uncounted :]
 
 
 def _goes_on(here: bool) -> bool:

@@ -10,7 +10,6 @@ Names of models select the cases of all lists that have them, in this order: `1 
 from __future__ import annotations
 
 import sys
-import time
 from statistics import median
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from attrs import field, frozen
 
 from benchmarks.gpu_models import reference
+from benchmarks.timed_steps import timed_steps
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner import (
@@ -30,8 +30,6 @@ from megaloom.planner import (
 from megaloom.planner.report.units import peak_memory
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
-from megaloom.runtime.optimizer.recipe import Recipe
-from megaloom.runtime.samples.samples import SampleMaker
 
 GiB = 2**30
 STEPS, FIRST = 16, 6  # steps of a case, and the first ones, which compile kernels and are not counted
@@ -95,17 +93,7 @@ def planned(case: Case, count: int, name: str, precision: Precision) -> Plan:
 
 def trained(it: Plan, steps: int) -> tuple[list[float], float, float, float]:
     """Return for each rank the seconds of every step, peak GiB allocated and reserved by torch, and other GiB."""
-    from megaloom.runtime.engine.engine import Engine
-
-    model, _ = find(it.model)
-    engine = Engine.build(it, model, Recipe(steps=steps))
-    maker = SampleMaker.of(engine.graph, it.workload.seq)
-    tokens = torch.randint(maker.ids, (maker.length,), generator=torch.Generator().manual_seed(1))
-    took = []
-    for _ in range(steps):
-        begun = time.monotonic()
-        engine.step(lambda i: maker.make(tokens, i, 1))
-        took.append(time.monotonic() - begun)
+    took = list(timed_steps(it, steps))
     reserved, beside = 0, 0
     if device.gpu_count():
         reserved = torch.cuda.max_memory_reserved()

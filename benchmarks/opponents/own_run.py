@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from benchmarks.opponents.task import FIRST, STEPS, Result, Task
+from benchmarks.timed_steps import timed_steps
 from megaloom.dsl import (
     Attention,
     Dim,
@@ -32,6 +31,7 @@ from megaloom.planner import Plan, Precision, Workload, cluster, plan
 from megaloom.planner.contract.workload import Backend
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
+from megaloom.runtime.training.chosen_backend import with_backend
 
 GiB = 2**30
 
@@ -52,18 +52,9 @@ def decoder(text: str) -> Model:
 
 def trained(it: Plan) -> tuple[list[float], float, int]:
     """Return for a rank the seconds of every step, time.time() at the end of the first, and peak bytes."""
-    from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.optimizer.recipe import Recipe
-    from megaloom.runtime.samples.samples import SampleMaker
-
-    engine = Engine.build(it, find(it.model)[0], Recipe(steps=STEPS))
-    maker = SampleMaker.of(engine.graph, it.workload.seq)
-    tokens = torch.randint(maker.ids, (maker.length,), generator=torch.Generator().manual_seed(1))
     took, first_step_at = [], 0.0
-    for _ in range(STEPS):
-        begun = time.perf_counter()
-        engine.step(lambda i: maker.make(tokens, i, 1))
-        took.append(time.perf_counter() - begun)
+    for seconds in timed_steps(it, STEPS):
+        took.append(seconds)
         first_step_at = first_step_at or time.time()
     return took, first_step_at, device.peak_memory()
 
@@ -77,11 +68,7 @@ def main() -> None:
     fixed |= {"pp": 1, "sequence_parallel": task.tp > 1, "recompute": "none"}
     work = Workload(seq=task.seq, batch=task.batch, precision=Precision.BF16 if gpu else Precision.FP32)
     it = plan(declared, cluster(f"{task.world}x{kind}"), work, ref=ref, fixed=fixed, headroom=0.0).best
-    if gpu:
-        from megaloom.runtime.training.chosen_backend import with_backend
-
-        it = with_backend(it, backend)
-    ranks = launcher.run(trained, (it,), it.layout)
+    ranks = launcher.run(trained, (with_backend(it, backend),), it.layout)
     took, first_step_at, _ = ranks[0]
     gib = max(nbytes for *_, nbytes in ranks) / GiB if gpu else 0.0
     print(Result(1e3 * median(took[FIRST:]), first_step_at, gib, params(declared)).line, flush=True)

@@ -68,7 +68,7 @@ class Task:
 
 @frozen
 class Result:
-    """What one program needed for a task."""
+    """The step time, start and memory that a program measured for a task, and the size of its model."""
 
     step_ms: float  # median
     first_step_at: float  # time.time() at the end of the first step
