@@ -41,6 +41,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.training.chosen_backend import with_backend
 
 GiB = 2**30
+LARGE = 2**22  # elements of a tensor that is freed; caches of the libraries are smaller
 LIBRARIES = ("torch", "megatron-core", "transformer-engine")
 Mesh = tuple[int, ...]
 
@@ -49,10 +50,10 @@ Mesh = tuple[int, ...]
 class Budget:
     """Steps of each case, and seconds that cases may take."""
 
-    steps: int = 12
+    steps: int
+    case: float  # seconds of one case
+    last: float  # seconds after the command began from which on no case begins
     uncounted: int = 4  # first steps, which compile kernels and fill the allocator
-    case: float = 120.0  # seconds of one case
-    last: float = 450.0  # seconds after the command began from which on no case begins
 
 
 def run(cases: Sequence[Case], name: str, output: Path, budget: Budget, precision: Precision = Precision.BF16) -> None:
@@ -132,10 +133,7 @@ def measured(case: Case, plan: Plan, gpus: str, budget: Budget) -> Measured:
     reserved = torch.cuda.max_memory_reserved() if device.gpu_count() else 0
     most = torch.tensor([device.peak_memory(), reserved], dtype=torch.float64, device=device.current())
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    gc.collect()
-    torch._dynamo.reset()  # else the shapes of many cases would be too many for one function
-    if device.gpu_count():
-        torch.cuda.empty_cache()
+    _free()
     allocated_gib, reserved_gib = (most / GiB).tolist()
     return Measured(
         case=case.name,
@@ -147,6 +145,21 @@ def measured(case: Case, plan: Plan, gpus: str, budget: Budget) -> Measured:
         memory_gib=round(allocated_gib, 3),
         reserved_gib=round(reserved_gib, 3),
     )
+
+
+def _free() -> None:
+    """Free what a case has left on the device.
+
+    megatron-core holds a model in cycles that pass through C++, which Python cannot collect: hooks on gradients refer
+    to the model. So the memory of each large tensor is freed, and the small remains stay.
+    """
+    gc.collect()
+    torch._dynamo.reset()  # else the shapes of many cases would be too many for one function
+    if device.gpu_count():
+        for tensor in [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.is_cuda]:
+            if tensor.numel() >= LARGE:
+                tensor.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
 
 
 def _goes_on(here: bool) -> bool:
@@ -186,9 +199,9 @@ def options() -> Namespace:
     parser.add_argument("--gpus", type=int, default=1, help="run the cases of this many GPUs")
     parser.add_argument("--cases", nargs="+", default=[], metavar="WORD", help="only those whose name has one of these")
     parser.add_argument("--output", type=Path, default=Path("gpu_case_runs.tsv"), help="file of results to append to")
-    parser.add_argument("--steps", type=int, default=Budget.steps, help="steps of a case")
-    parser.add_argument("--timeout", type=float, default=Budget.case, help="seconds of a case")
-    parser.add_argument("--limit", type=float, default=Budget.last, help="seconds after which no case begins")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a case")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds of a case")
+    parser.add_argument("--limit", type=float, default=450, help="seconds after which no case begins")
     parser.add_argument("--list", action="store_true", help="print the cases")
     parser.add_argument("--report", action="store_true", help="compare the results of all runs with plans")
     return parser.parse_args()

@@ -110,3 +110,9 @@ def test_the_report_keeps_halves_apart(tmp_path: Path) -> None:
 
 def test_nine_of_ten() -> None:
     assert gpu_report.Score.of([i / 100 for i in range(1, 11)]) == gpu_report.Score(10, 0.055, 0.09)
+
+
+def test_options_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_runs"])
+    asked = gpu_runs.options()
+    assert gpu_runs.Budget(steps=asked.steps, case=asked.timeout, last=asked.limit).steps == 12

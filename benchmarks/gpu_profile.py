@@ -1,0 +1,158 @@
+"""Show where the time of a step goes, by class of kernel: `python -m benchmarks.gpu_profile --gpus 1 --cases WORD ...`.
+
+The cases are those of `gpu_runs`. Each is trained for a few steps, and torch's profiler records one more. The table has
+milliseconds of the step on the first GPU: kernels of each class, and the time in which no kernel ran. Communication
+beside other kernels counts only where nothing else ran. `--host` adds the functions and operators that took most time
+of the host, for models whose kernels end before the host can launch the next ones.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import re
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_cases import CASES, planned
+from benchmarks.timed_steps import stepper
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron import device
+from megaloom.runtime.training.chosen_backend import with_backend
+
+WARM_UP = 6  # steps before the recorded one
+KERNELS = 14  # that take most time, listed by name
+CLASSES = (
+    ("communication", r"nccl"),
+    ("attention", r"flash|fmha|flex_attention|sdpa|attention|cudnn.*(bprop|fprop)"),
+    ("products of experts", r"[Gg]roup"),
+    ("products", r"gemm|nvjet|cutlass|cublas|splitK|matmul"),
+    ("optimizer", r"multi_tensor|Adam|FusedOptimizer"),
+    ("copies and zeros", r"Memcpy|Memset|copy|fill|Fill|CatArray"),
+    ("sorting and indexing", r"sort|index|gather|scatter|topk|cumsum|scan|radix|embedding"),
+    ("compiled memory-bound", r"triton"),
+)
+"""Classes of kernels and what their names contain; the first that matches counts."""
+
+
+@frozen
+class KernelRun:
+    """A kernel's name, and when it ran, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def class_of(name: str) -> str:
+    """Return the class of a kernel."""
+    return next((title for title, pattern in CLASSES if re.search(pattern, name)), "other")
+
+
+def milliseconds(kernels: Iterable[KernelRun]) -> dict[str, float]:
+    """Return for each class the time in which its kernels ran; each moment counts once, communication last."""
+    found, reached = defaultdict[str, float](float), 0.0
+    ordered = sorted(kernels, key=lambda k: k.start)
+    compute = [k for k in ordered if class_of(k.name) != "communication"]
+    busy = []
+    for kernel in compute:
+        start = max(kernel.start, reached)
+        if kernel.end > start:
+            found[class_of(kernel.name)] += (kernel.end - start) / 1e3
+            busy.append((start, kernel.end))
+            reached = kernel.end
+    found["communication"] = exposed([k for k in ordered if class_of(k.name) == "communication"], busy) / 1e3
+    return dict(found)
+
+
+def exposed(kernels: Iterable[KernelRun], busy: Sequence[tuple[float, float]]) -> float:
+    """Return how long these kernels ran while nothing in `busy` did, which is in order and does not overlap."""
+    total, reached = 0.0, 0.0
+    for kernel in kernels:
+        start, end = max(kernel.start, reached), kernel.end
+        if end <= start:
+            continue
+        reached = end
+        total += end - start - sum(max(0.0, min(end, b) - max(start, a)) for a, b in busy)
+    return total
+
+
+def _show(cases: Sequence[tuple[str, Plan]], host: bool) -> None:
+    """On each rank: profile a step of each case; rank 0 prints."""
+    for name, plan in cases:
+        step = stepper(plan, WARM_UP + 4)
+        for _ in range(WARM_UP):
+            step()
+        begun = time.perf_counter()
+        step()
+        took = time.perf_counter() - begun
+        activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if host else [])]
+        with profile(activities=activities) as recorded:
+            step()
+        functions = _functions(step) if host else ""
+        if dist.get_rank() == 0:
+            print("\n".join((f"{name}: step {took * 1e3:.1f} ms", *_lines(recorded, took))), flush=True)
+            if host:
+                print(
+                    recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=45)
+                )
+                print(functions, flush=True)
+
+
+def _lines(recorded: profile, took: float) -> Iterator[str]:
+    """Yield a line for each class of kernels, one for the time without, and the kernels that took most."""
+    kernels = [
+        KernelRun(e.name, e.time_range.start, e.time_range.end)
+        for e in recorded.events() or ()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
+    ]
+    found = milliseconds(kernels)
+    for title, ms in sorted(found.items(), key=lambda pair: -pair[1]):
+        yield f"    {title:<24} {ms:8.1f} ms"
+    yield f"    {'no kernel':<24} {took * 1e3 - sum(found.values()):8.1f} ms"
+    runs = defaultdict[str, list[float]](list)
+    for k in kernels:
+        runs[k.name].append((k.end - k.start) / 1e3)
+    for name, each in sorted(runs.items(), key=lambda pair: -sum(pair[1]))[:KERNELS]:
+        yield f"        {sum(each):8.2f} ms {len(each):>5} x {class_of(name):<22} {name[:90]}"
+
+
+def _functions(step: Callable[[], object]) -> str:
+    """Return the functions that took most time of this thread in a step. Backward passes on a GPU run in another."""
+    recorded = cProfile.Profile()
+    recorded.enable()
+    step()
+    recorded.disable()
+    text = io.StringIO()
+    pstats.Stats(recorded, stream=text).strip_dirs().sort_stats("tottime").print_stats(30)
+    return text.getvalue()
+
+
+def _options() -> Namespace:
+    parser = ArgumentParser("benchmarks.gpu_profile", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, help="profile cases of this many GPUs")
+    parser.add_argument("--cases", nargs="+", required=True, metavar="WORD", help="those whose name has one of these")
+    parser.add_argument("--host", action="store_true", help="print what took most time of the host, too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = _options()
+    cases = [c for c in CASES if c.gpus == asked.gpus and any(word in c.name for word in asked.cases)]
+    name = device.local_cluster().partition("x")[2]
+    for case in cases:
+        plan = with_backend(planned(case, name), case.backend)
+        launcher.run(_show, ([(case.name, plan)], asked.host), plan.layout)
+
+
+if __name__ == "__main__":
+    main()
