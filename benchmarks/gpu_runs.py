@@ -34,7 +34,6 @@ from benchmarks.gpu_report import RESULTS, THIS_COMMAND, Measured, append, read,
 from benchmarks.timed_steps import timed_steps
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rank_environment import connections
 from megaloom.runtime.megatron import device
@@ -56,10 +55,10 @@ class Budget:
     uncounted: int = 4  # first steps, which compile kernels and fill the allocator
 
 
-def run(cases: Sequence[Case], name: str, output: Path, budget: Budget, precision: Precision = Precision.BF16) -> None:
+def run(cases: Sequence[Case], name: str, output: Path, budget: Budget) -> None:
     """Measure cases of one number of devices of this name, and append the result of each to a file."""
     began = time.monotonic()
-    left = [(case, plan) for case, plan in _plans(cases, name, precision) if not _has_run(case, name, output)]
+    left = [(case, plan) for case, plan in _plans(cases, name) if not _has_run(case, name, output)]
     left.sort(key=lambda pair: (connections(pair[1].layout), _mesh(pair[1])))
     while left and (seconds := budget.last - (time.monotonic() - began)) > 0:
         before, first = len(read(output)), left[0][1].layout
@@ -79,11 +78,11 @@ def run(cases: Sequence[Case], name: str, output: Path, budget: Budget, precisio
         print(f"left for the next command: {case.name}", flush=True)
 
 
-def _plans(cases: Sequence[Case], name: str, precision: Precision) -> Iterator[tuple[Case, Plan]]:
+def _plans(cases: Sequence[Case], name: str) -> Iterator[tuple[Case, Plan]]:
     """Yield each case with its plan; say of the others why this machine cannot run them."""
     for case in cases:
         try:
-            yield case, with_backend(planned(case, name, precision), case.backend)
+            yield case, with_backend(planned(case, name), case.backend)
         except UserError as error:
             print(f"left out: {case.name}: {str(error).splitlines()[0]}", flush=True)
 

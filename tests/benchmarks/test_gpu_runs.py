@@ -24,7 +24,7 @@ BUDGET = gpu_runs.Budget(steps=3, uncounted=1, case=60.0, last=240.0)
 
 
 def tiny(**layout: Any) -> Case:
-    return Case("tiny", TINY, 32, 4, Layout(**layout))
+    return Case("tiny", TINY, 32, 4, Layout(**layout), precision=Precision.FP32)
 
 
 FSDP, TENSOR, PIPELINE = tiny(dp=2, shard="weights"), tiny(tp=2, sequence_parallel=True), tiny(pp=2)
@@ -40,8 +40,8 @@ def test_one_start_runs_several_meshes(output: Path, monkeypatch: pytest.MonkeyP
     starts, start = [], gpu_runs.launcher.run
     monkeypatch.setattr(gpu_runs.launcher, "run", lambda *args: starts.append(args) or start(*args))
     cases = [FSDP, TENSOR, PIPELINE, evolve(FSDP, batch=8)]
-    gpu_runs.run(cases[:1], "CPU", output, BUDGET, Precision.FP32)
-    gpu_runs.run(cases, "CPU", output, BUDGET, Precision.FP32)  # goes on
+    gpu_runs.run(cases[:1], "CPU", output, BUDGET)
+    gpu_runs.run(cases, "CPU", output, BUDGET)  # goes on
     rows = read(output)
     assert [len(args[1][0]) for args in starts] == [1, 2, 1]  # sharded weights have an environment of their own
     assert rows[0].case == FSDP.name and {row.case for row in rows} == {case.name for case in cases}
@@ -64,7 +64,7 @@ def test_the_rest_runs_after_an_error_and_after_a_case_that_hangs(
 
     monkeypatch.setattr(gpu_runs, "measured", troubled)
     cases = [FSDP, PIPELINE, TENSOR]
-    gpu_runs.run(cases, "CPU", output, evolve(BUDGET, case=8.0), Precision.FP32)
+    gpu_runs.run(cases, "CPU", output, evolve(BUDGET, case=8.0))
     errors = {row.case: row.error for row in read(output)}
     assert list(errors) == [PIPELINE.name, TENSOR.name, FSDP.name]
     assert "no memory is left" in errors[FSDP.name]
@@ -72,7 +72,7 @@ def test_the_rest_runs_after_an_error_and_after_a_case_that_hangs(
 
 
 def test_no_case_begins_after_the_limit(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_runs.run([FSDP], "CPU", output, evolve(BUDGET, last=0.0), Precision.FP32)
+    gpu_runs.run([FSDP], "CPU", output, evolve(BUDGET, last=0.0))
     assert not read(output) and f"left for the next command: {FSDP.name}" in capsys.readouterr().out
 
 
