@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
 from attrs import frozen
 
+NEGATIVE = re.compile(r"(?:^|_)(?:no|disable)_")
 LARGEST_VALUE = 2**31 - 1  # of a whole number that is a field of the model, the layout or the workload
 
 
@@ -97,13 +99,13 @@ def judged(effect: Effect, text: str) -> Iterator[Flag]:
     """Yield the flags of a table, one a line: spellings, nargs, harmless values between commas, what it changes.
 
     The first harmless value is the default. A switch is harmless where it is not given; one of another destination
-    than its name sets False.
+    than its name, which says no or disable, sets False.
     """
     for line in filter(None, map(str.strip, text.splitlines())):
         words, nargs, fine, why = (part.strip() for part in line.split(" ; ", 3))
         names, _, dest = words.partition(":")
         spellings, own = _names(names)
-        sets = not (dest and own.startswith(("no_", "disable_")))
+        sets = not (dest and NEGATIVE.search(own))
         values: tuple[object, ...] = tuple(fine.split(",")) if fine != "-" else ()
         if nargs == "0":
             values = (not sets,)

@@ -155,3 +155,16 @@ def test_a_value_of_another_type_is_refused_by_its_line(name: str, value: str) -
     if name != "hidden_dropout" or not value.isdigit():  # a large rate is a number, and refused as a rate
         assert str(raised.value).startswith(f"run.log:{number}: {name} must be ")
     assert value not in str(raised.value) or value.isdigit()
+
+
+def test_a_switch_with_no_inside_of_its_name_is_not_given_where_its_default_is_listed() -> None:
+    a, world = arguments_of("gpt2")
+    begin = "------------------------ arguments ------------------------\n"
+    text = log_of(a, world)
+    usual, given = (
+        text.replace(begin, f"{begin}  torch_fsdp2_reshard_after_forward ............... {value}\n")
+        for value in (True, False)
+    )
+    assert read_log(usual, "run.log", None, Hints()).layout == read_log(text, "run.log", None, Hints()).layout
+    with pytest.raises(UserError, match="--torch-fsdp2-no-reshard-after-forward"):
+        read_log(given, "run.log", None, Hints())
