@@ -24,6 +24,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Backend, Precision, Runtime, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.model.requirements import model_requirements
+from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.search.pricing import price
 
 HELD_OUT = 3  # one case of so many
@@ -40,12 +41,14 @@ class Case:
     layout: Layout
     backend: Backend = Backend.TORCH
     precision: Precision = Precision.BF16
+    runtime: Runtime = Runtime.MEGALOOM
     name: str = field(init=False)
 
     @name.default
     def _name(self) -> str:
         layout = str(self.layout).replace(" ", "-").replace(",", "")
-        how = str(self.backend) if self.precision is Precision.BF16 else f"{self.backend}-{self.precision}"
+        program = str(self.backend if self.runtime is Runtime.MEGALOOM else self.runtime)
+        how = program if self.precision is Precision.BF16 else f"{program}-{self.precision}"
         return f"{self.model.replace(' ', '')}/{self.seq}x{self.batch}/{layout}/{how}"
 
     @property
@@ -69,7 +72,7 @@ def planned(case: Case, device: str) -> Plan:
     model, ref = find(reference(case.model))
     g, work = graph(model), Workload(seq=case.seq, batch=case.batch, precision=case.precision)
     machine = cluster(f"{case.gpus}x{device}")
-    priced = price(g, case.layout, machine, work)
+    priced = price(with_cut_points_of(g, case.runtime), case.layout, machine, work, case.runtime)
     needs = model_requirements(g).experts, needs_flex_attention(g.nodes)
     return Plan(
         version=PLAN_VERSION,
@@ -81,7 +84,8 @@ def planned(case: Case, device: str) -> Plan:
         stages=priced.stages,
         predicted=priced.prediction,
         reasons=(),
-        environment=assumed_environment(Runtime.MEGALOOM, machine.device.name, *needs, case.precision),
+        environment=assumed_environment(case.runtime, machine.device.name, *needs, case.precision),
+        runtime=case.runtime,
     )
 
 
