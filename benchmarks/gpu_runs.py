@@ -40,7 +40,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.training.chosen_backend import with_backend
 
 GiB = 2**30
-LARGE = 2**22  # elements of a tensor that is freed; caches of the libraries are smaller
+LARGE = 2**26  # bytes of a tensor that is freed; caches and workspaces of the libraries are smaller
 LIBRARIES = ("torch", "megatron-core", "transformer-engine")
 Mesh = tuple[int, ...]
 
@@ -156,7 +156,7 @@ def _free() -> None:
     torch._dynamo.reset()  # else the shapes of many cases would be too many for one function
     if device.gpu_count():
         for tensor in [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.is_cuda]:
-            if tensor.numel() >= LARGE:
+            if tensor.untyped_storage().nbytes() >= LARGE:
                 tensor.untyped_storage().resize_(0)
         torch.cuda.empty_cache()
 
