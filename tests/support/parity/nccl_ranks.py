@@ -143,7 +143,7 @@ def _write_reference(key: Key, job: Job) -> None:
     if file.exists():
         return
     torch.save("one process did not compute this model to its end", file)  # for the next start of the ranks
-    with _limited(job.timeout, lambda: None):
+    with _limited(2 * job.timeout, lambda: None):  # it compiles kernels
         found = _attempt(partial(_reference, key, job.gpu))
     torch.save(found, file)
 

@@ -99,7 +99,9 @@ def options() -> Namespace:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), type=Precision, metavar="PRECISION")
     parser.add_argument("--output", type=Path, default=Path("nccl_table.jsonl"), help="file of results to append to")
-    parser.add_argument("--timeout", type=float, default=90, help="seconds of a case")
+    parser.add_argument(
+        "--timeout", type=float, default=90, help="seconds of a case; a reference may take twice as long"
+    )
     parser.add_argument("--limit", type=float, default=450, help="seconds after which no case begins")
     parser.add_argument("--usual-kernels", action="store_true", help="run also kernels that are not deterministic")
     parser.add_argument("--report", action="store_true", help="print the tables of what has run, and run nothing")
