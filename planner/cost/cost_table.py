@@ -177,8 +177,8 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     rows = bare.rows if partial else rows
     units = weight_units(structure, rows, bare.shared_elements) if layout.fsdp else None
     if units:
-        workspace += units.transient_nbytes(layout, job.workload.precision)
-        loss += units.gathered_nbytes(layout, job.workload.precision)
+        workspace += units.transient_nbytes(layout, job)
+        loss += units.gathered_nbytes(layout, job)
     return CostTable(
         job=job,
         rows=rows,

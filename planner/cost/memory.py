@@ -44,7 +44,8 @@ MASTER = 4  # bytes of the optimizer's fp32 copy of a 16-bit weight (megatron-co
 RECEIVE_BUFFERS = 3
 # Bytes of an element of the copy that a product saves when it casts its input, with one scale for each 32 elements of
 # MXFP8 and each 16 of NVFP4 (Transformer Engine's float8, mxfp8 and nvfp4 tensors; the weight gradient reads the copy).
-CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 + 1 / 16}
+MXFP8_BLOCK = 32  # elements of MXFP8 that have one scale, of one byte
+CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / MXFP8_BLOCK, Precision.NVFP4: 1 / 2 + 1 / 16}
 # Tensor-parallel overlap needs a buffer of a micro-batch's hidden states for each product that gathers them (in 8 bits
 # where products are) and for each that reduces them, and workspaces for two more streams (initialize_ub of Transformer
 # Engine's module/base.py, and
@@ -239,11 +240,14 @@ def state_bytes(
     gradient, step = settings.main_gradient_nbytes(x.grad_reduce), settings.held_in_step_nbytes(x.grad_reduce)
     moments = 2 * settings.moment_nbytes + settings.extra_shard_nbytes
     master = 0 if precision is Precision.FP32 else MASTER
-    whole, narrow = settings.weight_nbytes or precision.nbytes, profile.sharded_weights.narrow_shard_nbytes
-    fsdp = x.fsdp
+    whole, sharding = settings.weight_nbytes or precision.nbytes, profile.sharded_weights
+    fsdp, narrow = x.fsdp, sharding.shard_nbytes(precision)
     optimizer = moments + master * (1 - fsdp)
     # The shard of a gradient begins with its first reduction: with one micro-batch, after the fullest moment.
-    late = one_microbatch * (not profile.sharded_weights.keeps_gradients)
+    late = one_microbatch * (not sharding.keeps_gradients)
+    # Each rank has the scales of whole weights, by rows and by columns (megatron-core 0.16.1,
+    # megatron_fsdp/mixed_precision.py, fp8_set_raw_data: only the data of a weight is sharded).
+    scales = 2 * fsdp * (precision is Precision.MXFP8 and narrow > 0 and sharding.gathers_8_bits)
 
     def of(trained: Any, fixed: Any, shards: Any, experts: bool) -> StateBytes[Any]:
         weights, gradients = is_sharded(x, "weights", experts=experts), is_sharded(x, "gradients", experts=experts)
@@ -254,7 +258,8 @@ def state_bytes(
         sums = shared(gradient * gradients, trained)
         return StateBytes(
             weights=whole * (1 - weights) * (trained + fixed)
-            + shared(fsdp * (MASTER + narrow * weights), trained + fixed),
+            + shared(fsdp * (MASTER + narrow * weights), trained + fixed)
+            + -(-scales * weights * (trained + fixed) // MXFP8_BLOCK),
             gradients=(gradient * (1 - gradients) + settings.extra_weight_nbytes) * trained
             + (1 - gradients * late) * sums,
             optimizer=shared(optimizer, trained),

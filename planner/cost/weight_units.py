@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from megaloom.dsl.facts.placement import Transition
-from megaloom.planner.contract.choices import ExpertShard, N
+from megaloom.planner.contract.choices import ExpertShard, N, Reshard
 from megaloom.planner.contract.layout import Layout, LayoutFields
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.state_placement import SHARDED, state_placements
@@ -39,6 +40,7 @@ class WeightUnits:
 
     kinds: Rows  # [units, kinds] number of nodes of each kind
     counts: Rows  # [units] how often the model has the unit
+    in_blocks: NDArray[np.bool_]  # [units] True for the weights of a block
     elements: Rows  # [kinds, 3] elements of a node: trained dense, of experts, frozen; a shared weight counts once
     shared: int  # elements of weights that several nodes share, which stay gathered from the first to the last of them
 
@@ -47,28 +49,46 @@ class WeightUnits:
         """Return the elements of each unit: [units, 3]."""
         return self.kinds @ self.elements
 
-    def gathered_nbytes(self, layout: Layout, precision: Precision) -> int:
-        """Return the bytes beyond the state of the largest gathered unit, and of weights that stay gathered."""
-        dense, experts = (placed.weights == SHARDED for placed in state_placements(layout))
-        return precision.nbytes * (int((self.sizes @ [dense, experts, dense]).max(initial=0.0)) + dense * self.shared)
+    def widths(self, job: Job) -> Rows:
+        """Return the bytes of an element of each unit's weights as a pass gathers them: [units].
 
-    def transient_nbytes(self, layout: Layout, precision: Precision) -> int:
+        Weights of blocks may be gathered in 8 bits; the embedding and the head are as wide as activations.
+        """
+        precision = job.workload.precision
+        return np.where(self.in_blocks, job.profile.sharded_weights.gathered_nbytes(precision), precision.nbytes)
+
+    def gathered_nbytes(self, layout: Layout, job: Job) -> int:
+        """Return the bytes beyond the state of the largest gathered unit, and of weights that stay gathered.
+
+        A backward pass before Blackwell also reads the transposed copy of a weight in 8 bits with one scale
+        (megatron-core 0.16.1, megatron_fsdp.py: fp8_create_transpose_cache).
+        """
+        dense, experts = (placed.weights == SHARDED for placed in state_placements(layout))
+        precision, settings = job.workload.precision, job.profile.sharded_weights
+        one_scale = settings.shard_nbytes(precision) == 1
+        transposed = self.in_blocks * (one_scale and Precision.MXFP8 not in job.cluster.device.flops)
+        sizes = (self.sizes @ [dense, experts, dense]).astype(np.int64)
+        largest = int(((self.widths(job) + transposed) * sizes).max(initial=0))
+        return largest + precision.nbytes * dense * self.shared
+
+    def transient_nbytes(self, layout: Layout, job: Job) -> int:
         """Return the bytes beyond the state that the largest unit holds in its backward pass.
 
-        Its weights and those of the unit that is gathered next, its gradients, and their fp32 copy that is reduced.
-        Experts are a unit inside their block.
+        Its weights and those of the unit that is gathered next, its gradients, and their copy that is reduced. Experts
+        are a unit inside their block.
         """
         dense, experts = self.sizes[:, 0] + self.sizes[:, 2], self.sizes[:, 1]
+        gradients = job.workload.precision.nbytes + job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
         held = (
-            (precision.nbytes * (1 + (placed.weights == SHARDED)) + MASTER) * int(sizes.max(initial=0.0))
+            ((self.widths(job) * (placed.weights == SHARDED) + gradients) * sizes.astype(np.int64)).max(initial=0)
             for sizes, placed in zip((dense, experts), state_placements(layout), strict=True)
         )
-        return max(held) + self.gathered_nbytes(layout, precision)
+        return int(max(held)) + self.gathered_nbytes(layout, job)
 
     def ending_nbytes(self, structure: ModelStructure, layout: Layout, job: Job) -> int:
         """Return what the last backward pass holds at its end, beside the shards of all gradients.
 
-        These are the gradients of the first unit and their fp32 copy that is reduced. It counts where the shards come
+        These are the gradients of the first unit and their copy that is reduced. It counts where the shards come
         after the fullest moment: with one micro-batch. Exact for one pipeline rank; 0 for several, whose first units
         differ. Llama 3 8B on two H100, 29 of 32 blocks recomputed: torch allocated 62.83 GiB.
         """
@@ -78,7 +98,8 @@ class WeightUnits:
             return 0
         first = next(kind for kind in structure.kind_of_node if self.elements[kind].any())
         unit = int(np.flatnonzero(self.kinds[:, first])[-1])
-        return (job.workload.precision.nbytes + MASTER) * int(self.sizes[unit, 0])
+        reduced = job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
+        return (job.workload.precision.nbytes + reduced) * int(self.sizes[unit, 0])
 
 
 def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequence[int]) -> WeightUnits:
@@ -93,6 +114,7 @@ def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequenc
     return WeightUnits(
         kinds=np.concatenate([structure.distinct_blocks, np.eye(len(rows))[alone]]),
         counts=np.concatenate([structure.block_repeats, outside[alone]]),
+        in_blocks=np.arange(len(structure.distinct_blocks) + len(alone)) < len(structure.distinct_blocks),
         elements=elements,
         shared=sum(shared_elements),
     )
@@ -100,15 +122,17 @@ def weight_units(structure: ModelStructure, rows: Rows, shared_elements: Sequenc
 
 def gathered_fields(x: LayoutFields[N]) -> tuple[N, N]:
     """Return what the memory of gathered units depends on, beside node costs; zeros where none are gathered."""
-    return x.fsdp * (len(ExpertShard) * x.shard + x.expert_shard), x.fsdp * x.reshard
+    return x.fsdp * (len(ExpertShard) * x.shard + x.expert_shard), x.fsdp * (len(Reshard) * x.grad_reduce + x.reshard)
 
 
 def pass_seconds(dense: float, experts: float, layout: Layout, job: Job) -> float:
     """Return the seconds in which a micro-batch gathers weights of these elements for both passes, and reduces them.
 
-    The elements are those of one device before they are sharded, and move in one collective each.
+    The elements are those of one device before they are sharded, and move in one collective each. All count as weights
+    of blocks, which are gathered in no more bytes than others.
     """
-    gathered, reduced = _unit_seconds(np.array([[dense, experts]]), job, layout)
+    least = np.array([job.profile.sharded_weights.gathered_nbytes(job.workload.precision)])
+    gathered, reduced = _unit_seconds(np.array([[dense, experts]]), least, job, layout)
     return float(2 * gathered[0] + reduced[0])
 
 
@@ -117,12 +141,15 @@ def waiting_seconds(rows: Rows, units: WeightUnits, job: Job, layout: Layout) ->
 
     rows: costs of node kinds, [kinds, columns]. The seconds of a unit are spread over its nodes by their elements.
     """
-    sizes, settings, width = units.sizes, job.profile.sharded_weights, job.workload.precision.nbytes
-    gathered, reduced = _unit_seconds(sizes, job, layout)
+    sizes, settings, widths = units.sizes, job.profile.sharded_weights, units.widths(job)
+    gathered, reduced = _unit_seconds(sizes, widths, job, layout)
     dense, experts = (placed.weights == SHARDED for placed in state_placements(layout))
     shards = np.array([layout.dense_shards, layout.expert_shards, layout.dense_shards])
     # In bytes: out of the buffer of the gather, and the cast of the shard.
-    moved = sizes @ ([dense, experts, dense] * (settings.gather_copies * width + (MASTER + width) / shards))
+    moved = np.zeros(len(sizes))
+    for width in {*widths.tolist()}:
+        each = [dense, experts, dense] * (settings.gather_copies * width + (MASTER + width) / shards)
+        moved = np.where(widths == width, sizes @ each, moved)
     copied, cast = moved / job.cluster.device.moves, units.kinds @ _cast_seconds(rows, job, layout)
     out = []
     passes = ((FORWARD_COLUMNS, gathered, copied), (BACKWARD_COLUMNS, gathered + reduced, copied + cast))
@@ -159,13 +186,13 @@ def _cast_seconds(rows: Rows, job: Job, layout: Layout) -> Rows:
     return seconds
 
 
-def _unit_seconds(sizes: Rows, job: Job, layout: Layout) -> tuple[Rows, Rows]:
+def _unit_seconds(sizes: Rows, widths: Rows, job: Job, layout: Layout) -> tuple[Rows, Rows]:
     """Return the seconds in which a pass gathers each unit, and those in which its gradients are reduced: [units] each.
 
     Dense weights move first, then experts. sizes: elements of trained dense weights, of experts and of frozen weights,
-    of which the last may be left out: [units, 3].
+    of which the last may be left out: [units, 3]. widths: bytes of a gathered element, [units].
     """
-    width, gradient = job.workload.precision.nbytes, job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
+    gradient = job.profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
     trained = sizes[:, :2].T
     whole = trained[0] + sizes[:, 2:].sum(axis=1), trained[1]
     gathered, reduced = np.zeros((2, len(sizes)))
@@ -173,7 +200,7 @@ def _unit_seconds(sizes: Rows, job: Job, layout: Layout) -> tuple[Rows, Rows]:
         state_placements(layout), ("dp", "edp"), whole, trained, strict=True
     ):
         group = communication.process_group(axis, layout)
-        gathered += _collectives(placed.pass_gather, width * all_elements, group, job, layout)
+        gathered += _collectives(placed.pass_gather, widths * all_elements, group, job, layout)
         reduced += _collectives(placed.pass_reduction, gradient * elements, group, job, layout)
     return gathered, reduced
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, ExpertShard, Recompute, Reshard, Shard
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, ExpertShard, GradReduce, Recompute, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
@@ -66,6 +66,9 @@ def _check_layout(plan: Plan) -> None:
     if x.reshard is Reshard.STEP:
         what.append("--reshard step: it frees weights after each backward pass")
         options.append("--reshard micro-batch")
+    if x.grad_reduce is not GradReduce.FP32:
+        what.append(f"{x.grad_reduce} gradients: its FSDP adds them up in fp32")
+        options.append(f"--grad-reduce {GradReduce.FP32}")
     if x.expert_shard:
         what.append(f"--expert-shard {x.expert_shard}: it has one fsdp_reshard_after_forward for all weights")
         options.append(f"--expert-shard {ExpertShard.SAME}")

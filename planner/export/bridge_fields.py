@@ -71,6 +71,7 @@ SWITCH_FIELDS = {
     },
     "accumulate-allreduce-grads-in-fp32": {"mixed_precision.grad_reduce_in_fp32": "True"},
     "grad-reduce-in-bf16": {"mixed_precision.grad_reduce_in_fp32": "False"},
+    "fp8-param-gather": {"mixed_precision.fp8_param_gather": "True"},
     "group-query-attention": {},  # num_query_groups says it
 }
 """Options without a value, and the fields with their values as Python writes them."""

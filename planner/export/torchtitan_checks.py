@@ -1,6 +1,7 @@
 """Checks of what torchtitan does otherwise than a plan: precision, overlaps, layouts and sharded state, by its release.
 
-Sources: torchtitan 0.2.2 and 0.3.0, distributed/parallel_dims.py, distributed/fsdp.py, models/*/parallelize.py.
+Sources: torchtitan 0.2.2 and 0.3.0, distributed/parallel_dims.py, distributed/fsdp.py, models/*/parallelize.py,
+components/quantization/float8.py.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from megaloom.planner.contract.choices import (
 )
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.workload import Precision
+from megaloom.planner.contract.workload import Precision, Runtime
 
+from .megatron_fsdp import gathers_8_bits
 from .target import Target, refuse
 from .torchtitan_flavors import Flavor
 
-TORCH_DTYPES = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
+TORCH_DTYPES = {Precision.BF16: "bfloat16", Precision.FP32: "float32", Precision.FP8: "bfloat16"}
 
 
 def check_torchtitan(plan: Plan, flavor: Flavor, target: Target) -> None:
     """Raise UserError that names what a release of torchtitan does otherwise than the plan, and what would work."""
     x = plan.layout
     _check_precision(plan, target)
+    if plan.workload.precision is Precision.FP8:
+        _check_float8(plan, flavor, target)
     _check_overlaps(x, target)
     _check_layout(x, flavor, target)
     if target is Target.TORCHTITAN_0_3:
@@ -49,15 +53,30 @@ def _check_precision(plan: Plan, target: Target) -> None:
     precision, x = plan.workload.precision, plan.layout
     if precision not in TORCH_DTYPES:
         refuse(target, f"precision {precision}", f"plan with --precision {' or '.join(TORCH_DTYPES)}")
-    if target is Target.TORCHTITAN and precision is Precision.BF16 and x.dp * x.cp == 1 and x.world > 1:
+    if target is Target.TORCHTITAN and precision.wide is Precision.BF16 and x.dp * x.cp == 1 and x.world > 1:
         refuse(
             target,
-            f"bf16 on {x}: it has fp32 weights beside those in bf16 only where dp or cp is above 1",
+            f"{precision} on {x}: it has fp32 weights beside those in bf16 only where dp or cp is above 1",
             "plan with --dp 2 or more, --cp 2 or more, or --precision fp32",
         )
     if x.grad_reduce is not GradReduce.FP32:
         what = f"{x.grad_reduce} gradients: it reduces gradients in fp32 only"
         refuse(target, what, "plan with --grad-reduce fp32")
+
+
+def _check_float8(plan: Plan, flavor: Flavor, target: Target) -> None:
+    """Refuse products in 8 bits that torchtitan has as a prototype only, and weights that 0.3 gathers in bf16."""
+    if flavor.decoder.moe:
+        what = f"precision fp8 of {flavor.model} {flavor.name}: its products of experts in 8 bits are a prototype"
+        refuse(target, what, "plan with --precision bf16")
+    if target is Target.TORCHTITAN_0_3 and gathers_float8(plan):
+        what = "weights that are gathered in 8 bits: this release gathers them in bf16"
+        refuse(target, what, "plan without --runtime megatron, or export --to torchtitan")
+
+
+def gathers_float8(plan: Plan) -> bool:
+    """Return whether a plan gathers sharded weights in 8 bits, as those for Megatron-core do."""
+    return plan.runtime is Runtime.MEGATRON and gathers_8_bits(plan)
 
 
 def _check_overlaps(x: Layout, target: Target) -> None:

@@ -21,6 +21,8 @@ from .torchtitan_flavors import Flavor, find_flavor, flavors_of
 from .whole_layers import StageLayers, recomputed_layers, stage_layers
 
 RING = "alltoall"  # keys and values go around a ring, a part at a time, as the plan has it
+FLOAT8 = "quantize.linear.float8"
+"""The section of products in 8 bits, and the name of their converter, in 0.2.2."""
 HEADS = {Target.TORCHTITAN: "output", Target.TORCHTITAN_0_3: "lm_head"}
 """The module of the logits, by the release of torchtitan."""
 

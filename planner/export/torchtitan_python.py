@@ -10,14 +10,21 @@ from collections.abc import Mapping
 from megaloom.dsl import MLA, Graph
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision
 
 from .quoting import title
 from .slurm import machines
 from .target import Target
 from .torchtitan import chunks_note
-from .torchtitan_fields import titan_fields
+from .torchtitan_fields import HEADS, titan_fields
 from .torchtitan_flavors import Flavor
 
+SCALES_OF_ROWS = "# Its products in 8 bits have a scale for each row; the plan has one for each tensor.\n"
+FLOAT8_ARGUMENT = f""", converters=[
+        Float8LinearConverter.Config(
+            recipe_name="rowwise", filter_fqns=["{HEADS[Target.TORCHTITAN_0_3]}"], model_compile_enabled=True
+        ),
+    ]"""
 CONFIG_FUNCTION = "planned"
 """The function of the file that returns the configuration: `--config planned`."""
 
@@ -31,16 +38,19 @@ def config_python(plan: Plan, graph: Graph) -> str:
     nodes, each = machines(plan.cluster)
     whole = plan.layout.recompute is Recompute.FULL
     training = {**made.training, "disable_cuda_graphs": True}
-    spec = f'model_registry("{made.flavor.name}"{_attention(made.flavor)})'
+    float8 = plan.workload.precision is Precision.FP8
+    spec = f'model_registry("{made.flavor.name}"{_attention(made.flavor)}{FLOAT8_ARGUMENT if float8 else ""})'
     imported = "from torchtitan.distributed.activation_checkpoint import FullAC\n" if whole else ""
+    quantized = "from torchtitan.components.quantization import Float8LinearConverter\n" if float8 else ""
+    notes = SCALES_OF_ROWS * float8 + chunks_note(plan.layout)
     return f"""{title(plan, graph.name)}\
 # For torchtitan 0.3.0, with this file as NAME.py in a folder of PYTHONPATH:
 # torchrun --nnodes {nodes} --nproc-per-node {each} ... -m torchtitan.train --module NAME --config {CONFIG_FUNCTION}
 # torchtitan's own model has {made.flavor.own}. That does not change the step time.
 # Its attention stays within documents; the plan counts whole sequences.
-{chunks_note(plan.layout)}# Add the tokenizer (hf_assets_path), dataloader, optimizer, steps and learning rate.
+{notes}# Add the tokenizer (hf_assets_path), dataloader, optimizer, steps and learning rate.
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+{quantized}from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 {imported}from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.{made.flavor.model} import model_registry
 from torchtitan.trainer import Trainer

@@ -33,6 +33,7 @@ from megaloom.planner.contract.module_kinds import Role, module_kind
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
 from .export_rules import export_violations
+from .fsdp import OWN_GRADIENTS
 from .packing import document_mixing
 from .padding import padding_refusal
 from .rule import (
@@ -248,6 +249,7 @@ def _replicas_text(case: Case[Layout]) -> Words:
 
 
 RUNTIME_RULES = (
+    OWN_GRADIENTS,
     Rule(
         id="runtime-replicas",
         sentence="The runtime shares state over all data-parallel ranks, or none.",

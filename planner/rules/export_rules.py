@@ -138,7 +138,7 @@ def _unshared_text(case: Case[Layout]) -> Words:
 def _megatron_fsdp(case: Case[L]) -> Truth:
     x = case.layout
     plain: Truth = (x.reshard == Reshard.MICRO_BATCH) & (x.expert_shard == ExpertShard.SAME)
-    once: Truth = (x.pp == 1) & plain & (case.workload.precision is Precision.BF16)
+    once: Truth = (x.pp == 1) & plain & (case.workload.precision in MEGATRON_FSDP_PRECISIONS)
     holds: Truth = (x.fsdp == 0) | once
     return holds
 
@@ -155,16 +155,23 @@ def _megatron_fsdp_text(case: Case[Layout]) -> Words:
             "use --reshard micro-batch",
         )
     else:
-        found, fix = f"in {precision}: Megatron-FSDP keeps a second copy of the weights", "use --precision bf16"
+        found, fix = f"in {precision}: {OTHER_FORMATS[precision]}", "use --precision bf16"
     instead = "" if x.expert_shard else ", or --shard optimizer"
     return f"--shard {x.shard} {found}", f"{fix}{instead}"
 
 
+MEGATRON_FSDP_PRECISIONS = (Precision.BF16, Precision.FP8, Precision.MXFP8)
+_NOT_SHOWN = "nobody has shown that Megatron-FSDP trains in it"
+OTHER_FORMATS = {
+    Precision.FP32: "Megatron-FSDP keeps a second copy of the weights",
+    Precision.FP16: _NOT_SHOWN,
+    Precision.NVFP4: _NOT_SHOWN,
+}
 ONE_STRATEGY = "Megatron-FSDP has one --data-parallel-sharding-strategy for all weights"
 MEGATRON_FSDP = Rule(
     id="megatron-fsdp",
-    sentence="With `--shard gradients` and `--shard weights`, pp is 1, the precision bf16, weights are freed after "
-    "each pass, and experts are sharded as all other weights.",
+    sentence="With `--shard gradients` and `--shard weights`, pp is 1, the precision bf16, fp8 or mxfp8, weights are "
+    "freed after each pass, and experts are sharded as all other weights.",
     fix="use pp 1 and --precision bf16, or --shard optimizer",
     owner=Owner.PLANNER,
     source="Megatron-FSDP ends in an error: mcore_fsdp_adapter.py, _get_dp_tp_mesh divides all ranks by dp x cp x tp",

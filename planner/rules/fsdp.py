@@ -22,7 +22,7 @@ from .shared_weights import shared_weight_users
 
 SHARDS = "`--shard gradients` and `--shard weights`"  # and such a value of --expert-shard
 NOT_SHOWN = "nobody has shown that the result is right, so it is refused"
-PRECISIONS = (Precision.FP32, Precision.BF16)
+PRECISIONS = (Precision.FP32, Precision.BF16, Precision.FP8, Precision.MXFP8)
 
 
 def _ddp(case: Case[L]) -> Truth:
@@ -94,8 +94,8 @@ def _grad_reduce(case: Case[L]) -> Truth:
 
 def _grad_reduce_text(case: Case[Layout]) -> Words:
     x = case.layout
-    message = f"{_flag(x)} cannot be combined with `--grad-reduce {x.grad_reduce}`"
-    return message, f"use --grad-reduce {GradReduce.FP32}, or {_or_less(case.layout)}"
+    message = f"the runtime does not run {_flag(x)} with `--grad-reduce {x.grad_reduce}`"
+    return message, f"use --grad-reduce {GradReduce.FP32}, {_or_less(case.layout)}, or --runtime megatron"
 
 
 def _experts(case: Case[L]) -> Truth:
@@ -190,21 +190,12 @@ FSDP_RULES = (
     ),
     Rule(
         id="fsdp-precision",
-        sentence=f"{SHARDS} need a precision of bf16 or fp32.",
+        sentence=f"{SHARDS} need a precision of fp32, bf16, fp8 or mxfp8.",
         fix="use --precision bf16, or --shard optimizer",
         owner=Owner.PLANNER,
-        source=f"fp16 and formats of 8 bits: {NOT_SHOWN}",
+        source=f"fp16 and nvfp4: {NOT_SHOWN}",
         holds=_precision,
         explain=_precision_text,
-    ),
-    Rule(
-        id="fsdp-grad-reduce",
-        sentence=f"{SHARDS} reduce gradients in fp32.",
-        fix="use --grad-reduce fp32, or --shard optimizer",
-        owner=Owner.PLANNER,
-        source=f"gradients in bf16: {NOT_SHOWN}",
-        holds=_grad_reduce,
-        explain=_grad_reduce_text,
     ),
     Rule(
         id="fsdp-overlap",
@@ -243,3 +234,13 @@ FSDP_RULES = (
         explain=_rows_text,
     ),
 )
+OWN_GRADIENTS = Rule(
+    id="fsdp-grad-reduce",
+    sentence=f"With {SHARDS}, the runtime reduces gradients in fp32.",
+    fix="use --grad-reduce fp32, or --shard optimizer, or plan for Megatron-LM: --runtime megatron",
+    owner=Owner.RUNTIME,
+    source=f"gradients in bf16: {NOT_SHOWN}; Megatron-FSDP recommends them (its user guide, --grad-reduce-in-bf16)",
+    holds=_grad_reduce,
+    explain=_grad_reduce_text,
+)
+"""A rule of Megaloom's own runtime that a search for its plans keeps, too."""

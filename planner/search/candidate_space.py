@@ -33,7 +33,7 @@ from megaloom.planner.model.requirements import ModelRequirements, model_require
 from megaloom.planner.rules import export_rules, rules
 from megaloom.planner.rules.divisors import divisors
 from megaloom.planner.rules.expert_shard import EXPERT_SHARD_RULES
-from megaloom.planner.rules.fsdp import FSDP_RULES
+from megaloom.planner.rules.fsdp import FSDP_RULES, OWN_GRADIENTS
 from megaloom.planner.rules.overlaps import may_overlap_experts, within_node
 from megaloom.planner.rules.rule import Case, Rule, Truth, fields_read, legal
 
@@ -66,7 +66,7 @@ KEPT_BY_CHOICES = frozenset((
 ))  # fmt: skip
 # Rules that variants keep too, unless experts have a value of `shard` of their own.
 KEPT_WITH_ONE_SHARD = frozenset((
-    *(rule.id for rule in FSDP_RULES), export_rules.MEGATRON_FSDP.id, "expert-shard-unsharded",
+    *(rule.id for rule in FSDP_RULES), OWN_GRADIENTS.id, export_rules.MEGATRON_FSDP.id, "expert-shard-unsharded",
 ))  # fmt: skip
 COUNTED_AT_ONCE = 1024  # base layouts whose variants are counted together
 
@@ -78,7 +78,7 @@ class CandidateSpace:
     """The legal layouts of a model on a cluster that have the fixed fields.
 
     `inner` are the overlaps within a micro-batch that the search tries: on wherever they are legal. If plans are to be
-    `exported`, the rules of exports to megatron-core bind too.
+    `exported`, the rules of exports to megatron-core bind too, else that of our runtime about reduced gradients.
     """
 
     graph: Graph
@@ -90,7 +90,7 @@ class CandidateSpace:
 
     @property
     def _rules(self) -> tuple[Rule, ...]:
-        return (*rules.RANGE_RULES, *rules.RULES, *(export_rules.EXPORT_RULES if self.exported else ()))
+        return (*rules.RANGE_RULES, *rules.RULES, *(export_rules.EXPORT_RULES if self.exported else (OWN_GRADIENTS,)))
 
     @cached_property
     def _variant_rules(self) -> tuple[tuple[Rule, frozenset[str]], ...]:
@@ -215,9 +215,9 @@ class CandidateSpace:
         """Return where the rules of `--shard weights` hold with default overlaps."""
         full = int(Shard.WEIGHTS) + 0 * layouts.dp
         overlaps = self.fixed.get("overlaps", layouts.overlaps | default_overlaps(full))
-        exported = (export_rules.MEGATRON_FSDP,) if self.exported else ()
+        of_runtime = export_rules.MEGATRON_FSDP if self.exported else OWN_GRADIENTS
         sharded = self._settled(evolve(layouts, shard=full, overlaps=overlaps + 0 * full))
-        return legal((*FSDP_RULES, *EXPERT_SHARD_RULES, *exported), self._case(sharded))
+        return legal((*FSDP_RULES, *EXPERT_SHARD_RULES, of_runtime), self._case(sharded))
 
     def _subsets(self, base: Layouts) -> Column:
         """Return which variants each base layout has: ALL_VARIANTS, OVERLAPPED_EXPERTS or OTHER_VARIANTS."""

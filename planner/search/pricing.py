@@ -44,7 +44,8 @@ from megaloom.planner.partition.partitioner import (
     partition,
 )
 from megaloom.planner.rules.export_rules import export_violations
-from megaloom.planner.rules.rule import Violation
+from megaloom.planner.rules.fsdp import OWN_GRADIENTS
+from megaloom.planner.rules.rule import Case, Violation, violated
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.simulate.price import Priced, simulate
 
@@ -104,8 +105,8 @@ class Pricer:
 
     def broken(self, layout: Layout) -> tuple[Violation, ...]:
         """Return the rules that a layout breaks, for other runtimes with those that megatron-core computes wrongly."""
-        broken = violations(layout, self.graph, self.workload, self.cluster)
-        return broken if self.own else broken + export_violations(layout, self.graph, self.workload, self.cluster)
+        case = layout, self.graph, self.workload, self.cluster
+        return violations(*case) + (violated((OWN_GRADIENTS,), Case(*case)) if self.own else export_violations(*case))
 
     def cost_table(self, layout: Layout) -> CostTable:
         """Return the costs of all graph nodes under a layout."""

@@ -34,6 +34,10 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "fp32": (Layout(dp=8), {"precision": "fp32"}),
     "fp16": (Layout(dp=8), {"precision": "fp16"}),
     "fp8": (Layout(dp=8), {"precision": "fp8"}),
+    "sharded weights in fp8": (Layout(dp=8, shard="weights"), {"precision": "fp8"}),
+    "sharded gradients in fp8": (Layout(dp=8, shard="gradients"), {"precision": "fp8"}),
+    "sharded weights in mxfp8": (Layout(dp=8, shard="weights"), {"precision": "mxfp8", "gpus": "8xB200"}),
+    "sharded weights and gradients in bf16": (Layout(dp=8, shard="weights", grad_reduce="bf16"), {}),
     "mxfp8": (Layout(dp=8), {"precision": "mxfp8", "gpus": "8xB200"}),
     "nvfp4": (Layout(dp=8), {"precision": "nvfp4", "gpus": "8xB200"}),
 }

@@ -14,6 +14,7 @@ from typing import Any
 from attrs import evolve, field, fields, fields_dict, frozen
 
 from megaloom.planner.contract.choices import GradReduce, N, Overlap
+from megaloom.planner.contract.workload import Precision
 
 from .figures import Figure, FigureKind, setting
 
@@ -177,6 +178,26 @@ class ShardedWeightSettings:
     narrow_shard_nbytes: int = setting(
         0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"
     )
+    gathers_8_bits: bool = setting(
+        False, "where products have 8 bits, sharded weights of blocks are gathered in 8 bits too"
+    )
+
+    def in_8_bits(self, precision: Precision) -> bool:
+        """Return True if sharded weights of blocks are gathered in 8 bits."""
+        return self.gathers_8_bits and precision in (Precision.FP8, Precision.MXFP8)
+
+    def gathered_nbytes(self, precision: Precision) -> int:
+        """Return the bytes of an element of a sharded weight of a block, as it is gathered for one pass."""
+        return 1 if self.in_8_bits(precision) else precision.nbytes
+
+    def shard_nbytes(self, precision: Precision) -> int:
+        """Return the bytes of an element of the shard of a weight beside its fp32 shard.
+
+        In 8 bits it is one byte, in MXFP8 one for rows and one for columns.
+        """
+        if not self.in_8_bits(precision) or not self.narrow_shard_nbytes:
+            return self.narrow_shard_nbytes
+        return 2 if precision is Precision.MXFP8 else 1
 
 
 @frozen(kw_only=True)

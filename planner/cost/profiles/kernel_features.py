@@ -147,6 +147,11 @@ ENGINE_KERNELS = Feature(
         "keeps_gradients": coded(
             True, "megatron-core 0.16.1, megatron_fsdp/param_and_grad_buffer.py: main_grad_buffer"
         ),
+        "gathers_8_bits": coded(
+            True,
+            "megatron-core 0.16.1, megatron_fsdp/param_and_grad_buffer.py: param_dtype of --fp8-param-gather; in MXFP8 "
+            "transpose_weight_buffer for the backward pass",
+        ),
     },
     buffers={
         "engine_workspace": coded(

@@ -41,6 +41,7 @@ _SHARD = (
     "data_parallel_sharding_strategy",
     "gradient_accumulation_fusion",
     "ckpt_format",
+    "fp8_param_gather",
 )
 # The arguments that express each field of a layout.
 ARGUMENTS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -67,7 +68,7 @@ ARGUMENTS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 # Arguments that a new layout sets where it needs them, and that stay as they are where it does not.
-_KEPT = ("gradient_accumulation_fusion", "ckpt_format")
+_KEPT = ("gradient_accumulation_fusion", "ckpt_format", "fp8_param_gather")
 
 
 def edits(a: Arguments, run: TrainingRun, plan: Plan) -> tuple[Edit, ...]:

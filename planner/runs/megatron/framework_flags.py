@@ -1,11 +1,11 @@
-"""Flags that frameworks around Megatron-LM add: Pai-Megatron-Patch, FlagScale, Primus.
+"""Flags that frameworks around Megatron-LM add: Pai-Megatron-Patch, FlagScale, Primus, and torch's.
 
 Sources: their argument parsers and default settings, of 2025.
 """
 
 from __future__ import annotations
 
-from .flag import Effect, Flag, harmless, judged
+from .flag import Effect, Flag, harmless, judged, switch_flag
 
 _SWITCHES = """
 disable-last-saving auto-continue-train disable-wandb disable-tensorboard disable-mlflow dump-pp-data
@@ -32,10 +32,13 @@ moe-use-fused-router-with-aux-score ; 0 ; - ; the router takes fewer kernels
 _REFUSED = """
 recompute-layer-ids ; + ; None ; recompute of single layers is not read
 """
+TORCH_FIELDS = (switch_flag("gathers-in-16-bits"),)
+"""What torch's fully_shard does and no flag of Megatron-LM says, as a flag of our own."""
 FRAMEWORK_FLAGS: tuple[Flag, ...] = (
     *harmless("0", _SWITCHES),
     *harmless("1", _VALUES),
     *harmless("*", _SEVERAL),
     *judged(Effect.LITTLE, _LITTLE),
     *judged(Effect.REFUSED, _REFUSED),
+    *TORCH_FIELDS,
 )

@@ -15,7 +15,7 @@ from megaloom.planner.contract.choices import (
 )
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.export.megatron_fsdp import STRATEGIES
+from megaloom.planner.export.megatron_fsdp import GATHERS_8_BITS, STRATEGIES
 from megaloom.planner.export.megatron_lm import OVERLAP_OPTIONS
 
 from .layers import has_experts
@@ -28,6 +28,8 @@ STRATEGY_SHARDS = {
     "optim": Shard.OPTIMIZER,
     **{strategy: shard for shard, strategy in STRATEGIES.items()},
 }
+MAIN_GRADIENTS, REDUCED_GRADIENTS = "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"
+AS_WEIGHTS = "auto"
 MICROBATCH_SIZE_MISSING = "--micro-batch-size is not stated, and Megatron-LM has no default for it"
 
 
@@ -63,8 +65,10 @@ def read_layout(a: Arguments, world: int) -> Layout:
 
 
 def _shard(a: Arguments) -> Shard:
-    if a["use_megatron_fsdp"] or a["use_custom_fsdp"]:
-        return STRATEGY_SHARDS[a["data_parallel_sharding_strategy"]]
+    if _megatron_fsdp(a):
+        shard = STRATEGY_SHARDS[a["data_parallel_sharding_strategy"]]
+        _check_gathers(a, shard)
+        return shard
     if a["deepspeed"]:
         return _zero(a)
     if not a["use_distributed_optimizer"]:
@@ -73,6 +77,20 @@ def _shard(a: Arguments) -> Shard:
         what = "several instances of the distributed optimizer are modelled for Megatron-FSDP only"
         refuse_run(a, what, "num_distributed_optimizer_instances")
     return Shard.OPTIMIZER
+
+
+def _megatron_fsdp(a: Arguments) -> bool:
+    return bool(a["use_megatron_fsdp"] or a["use_custom_fsdp"])
+
+
+def _check_gathers(a: Arguments, shard: Shard) -> None:
+    """Raise UserError for weights in 8 bits that Megatron-FSDP has not, and sharded ones that it gathers in bf16."""
+    gathers = GATHERS_8_BITS.replace("-", "_")
+    if shard is Shard.GRADIENTS and a["fp8"] and gathers in a.given:
+        refuse_run(a, "Megatron-FSDP has weights in 8 bits only with optim_grads_params", gathers)
+    if shard is Shard.WEIGHTS and a["fp8"] and gathers not in a.given and not a["gathers_in_16_bits"]:
+        what = f"without --{GATHERS_8_BITS}, Transformer Engine keeps 8-bit copies of all weights on each device"
+        refuse_run(a, f"{what}, which is not modelled beside Megatron-FSDP", "data_parallel_sharding_strategy", "fp8")
 
 
 def _zero(a: Arguments) -> Shard:
@@ -122,10 +140,37 @@ def _group(a: Arguments, pp: int) -> int:
 
 def _grad_reduce(a: Arguments) -> GradReduce:
     """Return the format of gradients: under bf16 fp32 unless asked otherwise. See `read.notes` for fp16."""
+    if a["bf16"] and _megatron_fsdp(a):
+        return _fsdp_gradients(a)
     if a["bf16"]:
         narrow = a["grad_reduce_in_bf16"] or a["main_grads_dtype"] == "bf16"
         return GradReduce.BF16 if narrow else GradReduce.FP32
     return GradReduce.FP32
+
+
+def _fsdp_gradients(a: Arguments) -> GradReduce:
+    """Return the format of Megatron-FSDP's gradients, which has flags of its own.
+
+    Until 0.18 they count beside --grad-reduce-in-bf16 only. Since 0.19 they alone count, and are as wide as the weights
+    by default (mcore_fsdp_adapter.py: MixedPrecisionPolicy).
+    """
+    alone = a.defaults[MAIN_GRADIENTS] == AS_WEIGHTS
+    if not (alone or a["grad_reduce_in_bf16"]):
+        return GradReduce.FP32
+    formats = {
+        "fp32": GradReduce.FP32,
+        "float32": GradReduce.FP32,
+        "bf16": GradReduce.BF16,
+        "bfloat16": GradReduce.BF16,
+    }
+    formats |= dict.fromkeys((AS_WEIGHTS, "None"), GradReduce.BF16)
+    summed, reduced = (str(a[dest]).removeprefix("torch.") for dest in (MAIN_GRADIENTS, REDUCED_GRADIENTS))
+    if summed not in formats:
+        refuse_run(a, f"gradients of Megatron-FSDP in {summed:.20} are not modelled", MAIN_GRADIENTS)
+    if reduced not in (AS_WEIGHTS, "None") and formats.get(reduced) is not formats[summed]:
+        what = f"gradients of Megatron-FSDP that are reduced in {reduced:.20} and added up in {formats[summed]}"
+        refuse_run(a, f"{what} are not modelled", REDUCED_GRADIENTS)
+    return formats[summed]
 
 
 def read_workload(a: Arguments, dp: int) -> Workload:

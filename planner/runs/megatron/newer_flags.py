@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from attrs import frozen
 
-from .flag import Effect, Flag, harmless, judged
+from .flag import Effect, Flag, harmless, judged, value_flag
 
 
 @frozen(kw_only=True)
@@ -24,6 +24,7 @@ class ReleaseFlags:
     lists: str = ""  # which may be empty
     little: str
     refused: str
+    fields: tuple[Flag, ...] = ()  # of a run
 
     def flags(self) -> Iterator[Flag]:
         """Yield the flags."""
@@ -31,9 +32,15 @@ class ReleaseFlags:
             yield from harmless(nargs, text)
         yield from judged(Effect.LITTLE, self.little)
         yield from judged(Effect.REFUSED, self.refused)
+        yield from self.fields
 
 
+NEWER_FIELDS = (
+    value_flag("megatron-fsdp-main-grads-dtype", str),
+    value_flag("megatron-fsdp-grad-comm-dtype", str),
+)
 RELEASE_17 = ReleaseFlags(
+    fields=NEWER_FIELDS,
     switches="""
 inference-dynamic-batching-track-generated-token-events
 inference-dynamic-batching-prefix-caching|\
@@ -76,8 +83,6 @@ optimizer-cuda-graph ; 0 ; - ; the host launches fewer kernels, and graphs take 
 disable-align-grad-reduce:align_grad_reduce ; 0 ; - ; pipeline ranks start their reductions at different times
 ddp-param-name-patterns-for-fp32-local-accumulation ; + ; [],None ; some gradients are added up in fp32
 megatron-fsdp-main-params-dtype ; 1 ; fp32,torch.float32,auto ; master weights take less memory
-megatron-fsdp-main-grads-dtype ; 1 ; auto,None ; gradients are added up in another format
-megatron-fsdp-grad-comm-dtype ; 1 ; auto,None ; gradients are reduced in another format
 """,
     refused="""
 mtp-use-repeated-layer ; 0 ; - ; one layer for all predicted tokens is not read

@@ -17,10 +17,10 @@ from megaloom.planner.runs.words import Origin, Unknown, Word
 from .field_flags import FIELD_FLAGS
 from .flag import Effect, Flag
 from .fork_flags import DEEPSPEED_FIELDS, FORK_FLAGS
-from .framework_flags import FRAMEWORK_FLAGS
+from .framework_flags import FRAMEWORK_FLAGS, TORCH_FIELDS
 from .harmless_flags import HARMLESS
 from .judged_flags import JUDGED
-from .newer_flags import NEWER_FLAGS
+from .newer_flags import NEWER_FIELDS, NEWER_FLAGS
 
 UNKNOWN_FLAG = "is not a known flag"
 EVERY_UNKNOWN = "unknown"  # what --ignore-flag calls all flags that are not known
@@ -126,7 +126,7 @@ def by_dest() -> Mapping[str, Flag]:
 
 def defaults() -> Mapping[str, object]:
     """Return Megatron-LM's defaults of the arguments that are fields of a run."""
-    return {flag.dest: flag.default for flag in (*FIELD_FLAGS, *DEEPSPEED_FIELDS)}
+    return {flag.dest: flag.default for flag in (*FIELD_FLAGS, *DEEPSPEED_FIELDS, *TORCH_FIELDS, *NEWER_FIELDS)}
 
 
 def parse_words(words: Sequence[Word]) -> Arguments:

@@ -16,6 +16,7 @@ from megaloom.planner.cost.profiles.flag_features import (
     DEEPSPEED_PIPELINE,
     FP16_GRADIENTS,
     FUSED_LOSS,
+    GATHERS_16,
     ITERATION_GRAPHS,
     LAYER_GRAPHS,
     MOMENTS_16,
@@ -82,6 +83,7 @@ FEATURES_OF_FLAGS: tuple[tuple[Feature, tuple[str, ...], FlagCondition], ...] = 
         lambda a: bool(_value(a, "cross_entropy_loss_fusion")) and _value(a, "cross_entropy_fusion_impl") == "te",
     ),
     (WEIGHTS_8, ("fp8_param_gather",), lambda a: bool(a["fp8"]) and bool(_value(a, "fp8_param_gather"))),
+    (GATHERS_16, ("gathers_in_16_bits",), lambda a: bool(a["gathers_in_16_bits"])),
     (
         MOMENTS_16,
         _MOMENT_FLAGS,

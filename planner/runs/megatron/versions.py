@@ -17,7 +17,10 @@ FIRST = (0, 6)
 # field of a run changed.
 OLDER: Mapping[tuple[int, int], Mapping[str, object]] = MappingProxyType({(0, 13): {"mscale_all_dim": 1.0}})
 NEWER: Mapping[tuple[int, int], Mapping[str, object]] = MappingProxyType(
-    {(0, 18): {"data_parallel_sharding_strategy": "optim_grads_params"}}
+    {
+        (0, 18): {"data_parallel_sharding_strategy": "optim_grads_params"},
+        (0, 19): {"megatron_fsdp_main_grads_dtype": "auto"},
+    }
 )
 RENAMED: Mapping[str, str] = MappingProxyType({"fp4_param_gather": "fp4_param"})
 """Destinations of newer releases by those of ASSUMED_RELEASE, as logs list them."""

@@ -37,6 +37,8 @@ def titan_run(config: Value, path: str, overrides: Sequence[Word] = ()) -> Setti
     if not isinstance(config, Instance) or not isinstance(spec, Instance) or flavor is None:
         raise UserError(f"{path} builds no configuration of torchtitan with a flavor of a model")
     tree: dict[str, Tree] = {"model": _model(spec, flavor, path), "activation_checkpoint": {"mode": _mode(config)}}
+    if (recipe := _float8_recipe(spec)) is not None:
+        tree["quantize"] = {"linear": {"float8": {"recipe_name": recipe}}}
     for name, kind in TITAN_SECTIONS.items():
         tree[name] = _section(config, name, kind)
     joined = overlaid(tree, option_tree(overrides)) or {}
@@ -75,6 +77,16 @@ def _model(spec: Instance, flavor: Known, path: str) -> Tree:
     if kinds := [part.lower() for name in names for part in name.split(".") if part.endswith("Converter")]:
         section["converters"] = Setting(Word(",".join(kinds), spec.origin))
     return section
+
+
+def _float8_recipe(spec: Instance) -> Setting | None:
+    """Return the recipe of products in 8 bits; `rowwise` is the default of 0.3. None without them."""
+    converters = spec.fields.get("converters")
+    for one in converters if isinstance(converters, list) else []:
+        if isinstance(one, Instance) and "Float8LinearConverter" in one.name:
+            stated = one.fields.get("recipe_name")
+            return Setting(Word(str(stated.value) if isinstance(stated, Known) else "rowwise", one.origin))
+    return None
 
 
 def _section(config: Instance, name: str, kind: str) -> Tree:

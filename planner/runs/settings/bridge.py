@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megaloom.planner.export.bridge_fields import SWITCH_FIELDS, VALUE_FIELDS
+from megaloom.planner.export.megatron_fsdp import GATHERS_8_BITS
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, leaves, setting_at
@@ -86,6 +87,9 @@ def _words(tree: Tree | None) -> Iterator[Word]:
     if isinstance(precision, Setting) and precision.kind != "null":
         known = _PRECISIONS.get(precision.text.replace("-", "_"), (f"--{precision.text}",))
         yield from (Word(text, precision.word.origin) for text in known)
+        sharded = setting_at(tree, "ddp.use_megatron_fsdp")
+        if sharded and sharded.is_true and {"tensorwise", "delayed", "mxfp8"} & {*known}:
+            yield Word(f"--{GATHERS_8_BITS}", precision.word.origin)  # training/mixed_precision.py: fp8_param_gather
 
 
 def _has_stages(tree: Tree | None) -> bool:

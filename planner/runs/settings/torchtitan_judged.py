@@ -66,6 +66,8 @@ _LEFT_OUT = (
     _Judged("parallelism.expert_parallel_comm_backend", "another exchange of experts"),
     _Judged("parallelism.pipeline_parallel_expert_parallel_overlap", "overlap of the exchange of experts"),
     _Judged("parallelism.expert_parallel_a2a_dtype", "another format of the exchange of experts"),
+    _Judged("quantize.linear.float8.recipe_name", "scales of rows instead of tensors", (*_OFF, "tensorwise")),
+    _Judged("float8.recipe_name", "scales of rows instead of tensors", (*_OFF, "tensorwise")),
     _Judged("parallelism.disable_loss_parallel", "a loss over the whole vocabulary on each rank"),
 )
 

@@ -8,13 +8,14 @@ from math import prod
 from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.export.megatron_fsdp import GATHERS_8_BITS
 from megaloom.planner.export.megatron_lm import model_options
 from megaloom.planner.export.target import Target
-from megaloom.planner.export.torchtitan_fields import RING
+from megaloom.planner.export.torchtitan_fields import FLOAT8, RING
 from megaloom.planner.export.torchtitan_flavors import Flavor, named_flavor
 from megaloom.planner.runs.settings.torchtitan_judged import check_torchtitan_options
 from megaloom.planner.runs.settings.torchtitan_stages import stage_words
-from megaloom.planner.runs.words import Word
+from megaloom.planner.runs.words import Origin, Word
 
 SEQUENCE = 2048  # tokens, torchtitan's default
 _CP = "parallelism.context_parallel_degree"
@@ -139,8 +140,28 @@ def _data_parallel(options: Mapping[str, Word], pp: int, batch: _Batch) -> Itera
         return
     strategy = "optim_grads" if kept and pp == 1 and batch.microbatches == 1 else "optim_grads_params"
     yield from (Word(text, origin) for text in ("--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy))
+    yield from _gathers(options, origin)
     if several:
         yield from _valued("--num-distributed-optimizer-instances", replicas)
+
+
+def _gathers(options: Mapping[str, Word], origin: Origin) -> Iterator[Word]:
+    """Yield how wide weights are gathered beside products in 8 bits. Releases until 2025 have a section `float8`.
+
+    Weights that stay gathered are in bf16: only Megatron-FSDP's optim_grads_params has them in 8 bits.
+    """
+    converters = options.get("model.converters")
+    if converters is None or "float8" not in converters.text:
+        return
+    names = (f"{section}.enable_fsdp_float8_all_gather" for section in (FLOAT8, "float8"))
+    wanted = next((word for name in names if (word := options.get(name)) is not None), None)
+    if wanted is None or wanted.text.lower() != "true":
+        yield Word("--gathers-in-16-bits", origin)
+        return
+    recipe = options.get(f"{FLOAT8}.recipe_name") or options.get("float8.recipe_name")
+    if recipe is not None and recipe.text.lower() not in ("none", "null", ""):
+        raise UserError(f"{wanted.origin}: torchtitan refuses gathers in 8 bits beside recipe_name {recipe.text:.40}")
+    yield Word(f"--{GATHERS_8_BITS}", wanted.origin)
 
 
 def _batch(options: Mapping[str, Word], path: str, devices: int) -> _Batch:
@@ -175,6 +196,7 @@ def _precision(options: Mapping[str, Word]) -> Iterator[Word]:
     converters = options.get("model.converters")
     if converters is not None and "float8" in converters.text:
         yield from _valued("--fp8-format", evolve(converters, text="hybrid"))
+        yield from _valued("--fp8-recipe", evolve(converters, text="tensorwise"))
 
 
 def _recompute(options: Mapping[str, Word]) -> Iterator[Word]:

@@ -203,15 +203,6 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
         "use --reshard micro-batch",
         {"reshard": "micro-batch"},
     ),
-    (
-        "mixtral-8x7b",
-        {"dp": 4, "shard": "optimizer", "expert_shard": "weights", "grad_reduce": "bf16"},
-        {},
-        "fsdp-grad-reduce",
-        "or --shard optimizer --expert-shard same",
-        {"expert_shard": "same"},
-    ),
-    ("gpt2", FSDP | {"grad_reduce": "bf16"}, {}, "fsdp-grad-reduce", "use --grad-reduce fp32", {"grad_reduce": "fp32"}),
     ("gpt2", FSDP | {"overlaps": ()}, {}, "fsdp-overlap", "add gradients and weights", {"overlaps": WEIGHTS}),
     (
         "mixtral-8x7b",

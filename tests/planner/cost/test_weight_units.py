@@ -94,7 +94,7 @@ def test_experts_may_have_a_value_of_their_own() -> None:
     assert ends[2].reduction == ends[0].reduction + ends[1].reduction
     gathered = [Layout(dp=8, ep=2, shard="weights", expert_shard=shard) for shard in ("optimizer", "weights")]
     units = [(cost_table(job, x).units, x) for x in (both, *gathered)]
-    largest = [one.gathered_nbytes(x, Precision.BF16) for one, x in units if one is not None]
+    largest = [one.gathered_nbytes(x, job) for one, x in units if one is not None]
     assert largest[0] > 0 and largest[2] >= max(largest[:2])
 
 

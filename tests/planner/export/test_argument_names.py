@@ -59,7 +59,7 @@ def names(target: Target, text: str) -> Iterator[str]:
 def _leaves(tree: Mapping[str, Any], section: str = "") -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{key}.")
+            yield from _leaves(value, f"{section}{key}.")
         else:
             yield section + key
 

@@ -35,7 +35,8 @@ FILES = {
     Target.ACCELERATE: "run.yaml",
 }
 
-TORCHTITAN = """llama3-8b;deepseek-v3;layout one device;layout sharded weights;layout replicas;own replicated;
+TORCHTITAN = """llama3-8b;deepseek-v3;layout one device;layout sharded weights;layout sharded weights in fp8;
+layout replicas;own replicated;
 own one micro-batch;own optimizer of one micro-batch;own tensors;own context;own stages;own chunks;own recompute;
 own fp32;own experts;own experts divided;own experts whole;own tied"""
 TORCHTITAN_0_3 = TORCHTITAN.replace("llama3-8b;", "").replace("own context;", "").replace("own experts divided;", "")
@@ -46,7 +47,7 @@ NOT_IN_MEGATRON = frozenset({"own stages", "own stages of qwen3", "own fp32"})  
 REFUSED = {
     Target.MEGATRON_LM: NOT_IN_MEGATRON,
     Target.SLURM: NOT_IN_MEGATRON,
-    Target.MEGATRON_BRIDGE: NOT_IN_MEGATRON,
+    Target.MEGATRON_BRIDGE: NOT_IN_MEGATRON | {"layout sharded weights in mxfp8"},
     Target.TORCHTITAN: frozenset(MATRIX) - {*TORCHTITAN.replace("\n", "").split(";"), "own wide experts"},
     Target.TORCHTITAN_0_3: frozenset(MATRIX) - {*TORCHTITAN_0_3.replace("\n", "").split(";")},
     Target.ACCELERATE: frozenset(MATRIX) - {*ACCELERATE.replace("\n", "").split(";")},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaloom.dsl import UserError
-from megaloom.planner.contract.choices import Shard
+from megaloom.planner.contract.choices import GradReduce, Shard
 from megaloom.planner.runs.megatron.flag import Effect
 from megaloom.planner.runs.megatron.newer_flags import NEWER_FLAGS, SINCE, UNTIL
 from megaloom.planner.runs.megatron.parser import table
@@ -41,7 +41,7 @@ def test_every_flag_that_a_release_adds_is_known_with_its_destination_and_number
 def test_newer_flags_are_told_apart_and_say_what_they_change() -> None:
     names = [name for flag in NEWER_FLAGS for name in flag.names]
     assert len(names) == len(set(names))
-    assert all(flag.why for flag in NEWER_FLAGS if flag.effect is not Effect.NOTHING)
+    assert all(flag.why for flag in NEWER_FLAGS if flag.effect not in (Effect.NOTHING, Effect.READ))
     assert set(UNTIL) <= set(table())
 
 
@@ -79,6 +79,36 @@ def test_defaults_of_sharding_differ_between_releases() -> None:
     assert run(fsdp, "0.18.0").layout.shard is Shard.WEIGHTS
     assert run(fsdp, "0.17.1").layout.shard is not Shard.WEIGHTS
     assert not defaults_of("0.16.1")
+
+
+MAIN, COMM = "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype"
+IN_BF16 = "--grad-reduce-in-bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "release", "result"),
+    [
+        ("", "0.16.1", GradReduce.FP32),
+        (IN_BF16, "0.16.1", GradReduce.BF16),
+        (f"{MAIN} bf16", "0.18.0", GradReduce.FP32),  # gradients in fp32, Megatron-LM's default, win
+        (f"{MAIN} bf16 {IN_BF16}", "0.18.0", GradReduce.BF16),
+        (f"{MAIN} fp32 {IN_BF16}", "0.17.1", GradReduce.FP32),
+        ("", "0.19.0", GradReduce.BF16),  # as wide as the weights
+        (f"{MAIN} fp32", "0.19.0", GradReduce.FP32),
+        (f"{MAIN} fp32 {COMM} fp32 {IN_BF16}", "0.19.0", GradReduce.FP32),
+        (f"{MAIN} fp32 {COMM} bf16", "0.19.0", f"{COMM[2:]}|reduced in bf16 and added up in fp32 are not modelled"),
+        (f"{MAIN} fp16", "0.19.0", "gradients of Megatron-FSDP in fp16 are not modelled"),
+    ],
+)
+def test_gradients_of_megatron_fsdp_are_those_of_the_release(
+    flags: str, release: str, result: GradReduce | str
+) -> None:
+    fsdp = f"--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --bf16 {flags}"
+    if isinstance(result, GradReduce):
+        assert run(fsdp, release).layout.grad_reduce is result
+        return
+    with pytest.raises(UserError, match=result):
+        run(fsdp, release)
 
 
 @pytest.mark.parametrize("text", ["0.20.0", "0.5", "1.0"])
