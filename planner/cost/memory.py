@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, Protocol, Self, TypeVar, get_args, overload
 
 import numpy as np
-from attrs import frozen
+from attrs import astuple, frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.dims import NBYTES, DType, Sizes
@@ -199,6 +199,11 @@ class StateBytes(Generic[Elements]):
     optimizer: Elements
     step: Elements  # transient, during the optimizer's step
 
+    def __add__(self, other: StateBytes[Elements]) -> StateBytes[Elements]:
+        """Return the bytes of two sets of weights together, field by field."""
+        mine, theirs = (astuple(each, recurse=False) for each in (self, other))
+        return StateBytes(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
     @property
     def total(self) -> Elements:
         """Return the bytes that are held for the whole run."""
@@ -266,16 +271,8 @@ def state_bytes(
             step=shared(step, trained) + gradients * late * sums,
         )
 
-    dense, sparse = (
-        of(params, frozen_params, x.dense_shards, experts=False),
-        of(expert_params, 0, x.expert_shards, experts=True),
-    )
-    return StateBytes(
-        weights=dense.weights + sparse.weights,
-        gradients=dense.gradients + sparse.gradients,
-        optimizer=dense.optimizer + sparse.optimizer,
-        step=dense.step + sparse.step,
-    )
+    dense = of(params, frozen_params, x.dense_shards, experts=False)
+    return dense + of(expert_params, 0, x.expert_shards, experts=True)
 
 
 def saved_activations(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +68,16 @@ def test_bytes_of_a_parameter(dense: int, experts: int) -> None:
     divided = memory.state_bytes(dense, experts, layout, Precision.BF16)
     assert divided.optimizer == -(-12 * dense // 8) - (-12 * experts // 2)
     assert divided.total <= plain.total
+
+
+def test_states_add_up_in_every_field() -> None:
+    """A state holds what its dense and its expert weights hold, each for itself; the fields are those of the class."""
+    names = [f.name for f in fields(memory.StateBytes)]
+    one, other = (memory.StateBytes(*range(start, start + len(names))) for start in (1, 100))
+    assert [getattr(one + other, name) for name in names] == [101 + 2 * i for i in range(len(names))]
+    x = Layout(dp=4, ep=2, shard="weights", grad_reduce="bf16")
+    parts = (memory.state_bytes(*count, x, Precision.BF16) for count in ((1001, 0), (0, 777)))
+    assert sum(parts, start=memory.StateBytes(*(0 for _ in names))) == memory.state_bytes(1001, 777, x, Precision.BF16)
 
 
 @given(N, N, st.integers(1, 64))
