@@ -7,7 +7,6 @@ Engine is imported when a module is built by it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,32 +17,6 @@ def engine_attention() -> Any:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     return TEDotProductAttention
-
-
-@cache
-def narrow_linears() -> tuple[type[nn.Module], type[nn.Module]]:
-    """Return the classes of column- and row-parallel linear layers whose products are in fp8, with one scale a tensor.
-
-    Weights stay in bf16: each step casts them once for all its micro-batches. The context is entered by each layer, so
-    layers that the backward pass recomputes compute in fp8 too.
-    """
-    import transformer_engine.pytorch as te
-    from megatron.core.extensions import transformer_engine as extensions
-    from transformer_engine.common.recipe import Float8CurrentScaling
-
-    recipe = Float8CurrentScaling()
-
-    class Column(extensions.TEColumnParallelLinear):  # type: ignore[misc]  # it has no types
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-            with te.autocast(enabled=True, recipe=recipe):
-                return super().forward(x)  # type: ignore[no-any-return]
-
-    class Row(extensions.TERowParallelLinear):  # type: ignore[misc]
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-            with te.autocast(enabled=True, recipe=recipe):
-                return super().forward(x)  # type: ignore[no-any-return]
-
-    return Column, Row
 
 
 class GroupedLayers:
