@@ -33,6 +33,7 @@ def curve(plan: Plan, evaluating: bool) -> list[float]:
             first, second = (engine.evaluate_samples(sample, 6) for _ in range(2))
             assert first == second
         losses.append(engine.step(lambda i, step=step: sample(4 * step + i)).loss)
+        assert not any(sums.loss_sum.requires_grad for sums in engine.pipeline.returned), "a graph is held"
     return losses
 
 
