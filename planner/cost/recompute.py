@@ -61,7 +61,8 @@ class ModuleRecompute:
         each = [self._of((module,)) for module in modules]
         shape = len(modules), len(self.saved)  # no module is a legal number of modules
         seconds, freed = (np.array([one[i] for one in each]).reshape(shape) for i in (0, 1))
-        worth = freed / np.maximum(seconds, np.finfo(float).tiny)
+        with np.errstate(over="ignore"):  # what takes no time is worth infinitely much
+            worth = freed / np.maximum(seconds, np.finfo(float).tiny)
         if Module.MOE in modules:
             parts = [i for i, module in enumerate(modules) if module in (*MODULES_OF_MOE, Module.MOE)]
             worth[parts[-1]] = worth[parts].min(axis=0)
