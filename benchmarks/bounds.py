@@ -99,6 +99,7 @@ REMOVALS = {
     "expected seconds": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("expected_seconds")),
     "balanced bytes": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("nbytes")),
     "capped stages": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("least_nbytes")),
+    "one_stage_seconds": Removal(best_first, "one_stage_seconds", lambda _, __, bounded, *___: bounded.seconds),
     "step_lower_bound": Removal(pricing, "step_lower_bound", lambda partition: 0.0),
     "cache of cost tables": Removal(Pricer, "cost_table", _new_table),
     "cache of balanced partitions": Removal(Pricer, "_balance", lambda _, problem: problem.balanced),

@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 
 from megaloom.planner.bounds import balanced_partition
 from megaloom.planner.bounds.lower_bounds import BoundedLayouts
+from megaloom.planner.bounds.one_stage import one_stage_seconds
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.partition.partitioner import Partition
@@ -33,8 +34,8 @@ from .device_meshes import (
 from .pricing import PartitionedLayout, Pricer
 
 BASES_AT_ONCE = 128  # base layouts that are opened together
-SMALLEST_BATCH, LARGEST_BATCH = 512, 4096  # number of these layouts
-BATCH_RATIO = 1.02  # layouts are balanced together with those whose bound is at most this multiple of the least one
+SMALLEST_BATCH, LARGEST_BATCH = 64, 4096  # number of layouts that are balanced together
+SMALLEST_RATIO, BATCH_RATIO = 1.005, 1.04  # least and largest multiple of the least bound up to which they are balanced
 HORIZON_RATIO = 1.05  # the horizon lies this far beyond the least bound of all that is open
 
 
@@ -78,6 +79,7 @@ class Frontier:
     """Priority queue of everything that a search has not examined yet."""
 
     candidates: Candidates
+    meshes: int = 1  # device meshes whose best layout is to be found
     closed: dict[DeviceMesh, float] = field(factory=dict)  # of each mesh, seconds above which nothing is examined
     _heap: list[tuple[float, int, Entry]] = field(factory=list)
     _pushed: int = 0
@@ -86,6 +88,7 @@ class Frontier:
     _opened: list[BoundedLayouts] = field(factory=list)  # layouts not yet balanced, each part by ascending bound
     _opened_seconds: float = inf  # least bound of these
     _limit: float = inf  # seconds above which a balanced layout waits until its expected time is the least
+    _expected: dict[DeviceMesh, float] = field(factory=dict)  # of the layouts that may fit, least seconds by mesh
     _postponed: list[tuple[float, Entry]] = field(factory=list)  # of closed meshes
     _postponed_layouts: list[BoundedLayouts] = field(factory=list)
 
@@ -141,7 +144,7 @@ class Frontier:
     def _expand(self, seconds: float) -> bool:
         """Take one step that may bring an entry of at most this bound to the heap; False if there is none."""
         limit, horizon = min(seconds, self._opened_seconds), self.candidates.horizon
-        bounds = self._unopened_seconds
+        limit, bounds = self._batch_limit(limit), self._unopened_seconds
         first = float(bounds[0]) if len(bounds) else inf
         last = float(bounds[BASES_AT_ONCE - 1]) if len(bounds) >= BASES_AT_ONCE else inf
         if horizon < last and min(first, horizon) <= limit:  # some of the next base layouts may have no bound yet
@@ -153,6 +156,15 @@ class Frontier:
         else:
             return False
         return True
+
+    def _batch_limit(self, seconds: float) -> float:
+        """Return the bound up to which layouts are examined together with the one that has this bound.
+
+        What the search will hardly examine is left out: layouts slower than the expected best ones of enough meshes.
+        """
+        known = sorted(self._expected.values())
+        enough = known[self.meshes - 1] / balanced_partition.EXPECTED_SHARE if len(known) >= self.meshes else inf
+        return min(BATCH_RATIO * seconds, max(SMALLEST_RATIO * seconds, enough))
 
     def _extend(self, limit: float) -> None:
         """Bound more base layouts, up to a horizon beyond `limit`."""
@@ -201,20 +213,26 @@ class Frontier:
         if not self._opened:
             return
         every = np.sort(np.concatenate([part.seconds[:LARGEST_BATCH] for part in self._opened]))[:LARGEST_BATCH]
-        most = max(every[:SMALLEST_BATCH][-1], every[every <= BATCH_RATIO * self._opened_seconds][-1])
+        most = max(every[:SMALLEST_BATCH][-1], every[every <= self._batch_limit(self._opened_seconds)][-1])
         sizes = [int(np.searchsorted(part.seconds, most, side="right")) for part in self._opened]
         pairs = list(zip(self._opened, sizes, strict=True))
         batch = BoundedLayouts.joined([part.take(slice(n)) for part, n in pairs if n])
         self._set_opened([part.take(slice(n, None)) if n else part for part, n in pairs])
         pricer = self.candidates.pricer
         limit, lower_bounds = pricer.capacity, self.candidates.lower_bounds
-        bounds = balanced_partition.balanced_bounds(pricer.balance_all, lower_bounds, batch)
+        bounds, x = balanced_partition.balanced_bounds(pricer.balance_all, lower_bounds, batch), batch.layouts
+        full = np.flatnonzero((bounds.nbytes > limit) & (x.vpp == 1) & (x.pp > 1))
+        seconds = one_stage_seconds(pricer.cost_table, lower_bounds, batch.take(full), limit)
+        bounds.seconds[full] = np.maximum(bounds.seconds[full], seconds)
         each = (bounds.nbytes <= limit, bounds.expected_seconds, bounds.least_nbytes <= limit, batch.base)
         rows = zip(bounds.seconds.tolist(), *(column.tolist() for column in each), strict=True)
         for i, (seconds, *row) in enumerate(rows):
             entry = BalancedLayout(pricer, batch.layouts, i, *row)
-            if entry.may_fit or entry.feasible:
+            if seconds < inf and (entry.may_fit or entry.feasible):
                 self.push(seconds, entry)
+            if entry.may_fit:
+                mesh = entry.device_mesh
+                self._expected[mesh] = min(entry.expected, self._expected.get(mesh, inf))
         self._add_opened(self._more_sharded(batch.take(bounds.nbytes > limit)))
 
     def _postpone(self) -> None:

@@ -75,7 +75,7 @@ class BranchAndBound:
         of the other meshes is proven under one assumption: repartitioning interleaved chunks does not gain more than
         `balanced_partition.EXPECTED_SHARE` allows. The rest are the most promising layouts that fit.
         """
-        frontier = Frontier(candidates)
+        frontier = Frontier(candidates, meshes)
         while self._examine(frontier, meshes):
             pass
         self.examined = max(frontier.closed.values()) if frontier.closed else inf

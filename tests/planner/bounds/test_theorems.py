@@ -9,7 +9,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +24,7 @@ from megaloom.planner import bounds
 from megaloom.planner.bounds import balanced_partition, interleaved_memory, lower_bounds, pipeline
 from megaloom.planner.bounds.end_of_step import end_of_step_bound
 from megaloom.planner.bounds.lower_bounds import LowerBounds
+from megaloom.planner.bounds.one_stage import one_stage_seconds
 from megaloom.planner.bounds.rank_memory import in_flight_means, least_rank_memory
 from megaloom.planner.bounds.simulated_step import step_lower_bound
 from megaloom.planner.contract.choices import Recompute
@@ -32,9 +33,10 @@ from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.model.structure import model_structure
+from megaloom.planner.partition.partitioner import partition
 from megaloom.planner.pipeline import schedules
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.simulate.price import Priced
+from megaloom.planner.simulate.price import Priced, simulate
 
 ABOVE = 1 + 1e-9  # rounding of sums
 
@@ -186,6 +188,20 @@ def _balanced(c: Case) -> bool:
     return bounds.seconds[0] <= c.priced.seconds * ABOVE and bounds.least_nbytes[0] <= c.peak * (1 + 1e-6)
 
 
+def _one_stage(c: Case) -> bool:
+    """The bound holds for the planner's partition within less memory than the one without a limit takes."""
+    if c.layout.vpp > 1 or c.layout.pp == 1:
+        return True
+    bounded = c.bounds.bound(c.one, c.base)
+    for share in (1.0, 0.95, 0.9, 0.8, 0.6):
+        problem = evolve(c.priced.partition.problem, memory_limit=int(share * c.peak))
+        within = partition(problem)
+        least = one_stage_seconds(c.pricer.cost_table, c.bounds, bounded, problem.memory_limit)[0]
+        if within.fits and least > simulate(within).seconds * ABOVE:
+            return False
+    return True
+
+
 def _capped_activations(c: Case) -> bool:
     x, stages = c.layout, c.priced.partition.stages
     if x.vpp == 1 or x.recompute_layers:
@@ -236,6 +252,7 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "LowerBounds.bound": _bound,
     "LowerBounds.ideal": _ideal,
     "balanced_bounds": _balanced,
+    "one_stage_seconds": _one_stage,
     "least_rank_memory": _least_rank,
     "interleaved_nbytes": _interleaved_nbytes,
     "capped_activations": _capped_activations,
