@@ -18,12 +18,12 @@ from megaloom.planner.cost import communication, memory
 from megaloom.planner.cost.columns import ELEMENTS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
-from megaloom.planner.partition.dynamic_program import TOLERANCE
 from megaloom.planner.partition.partitioner import segment_sums
 
 from .lower_bounds import BoundedLayouts, LowerBounds
 
 FARTHEST, HALVINGS = 1.5, 4  # greatest multiple of the bound for every partition, and steps of the bisection up to it
+ROUNDING = 1 + 1e-5  # tolerance for bytes, which a prediction rounds to whole numbers, each holder by itself
 COUNTED = 10**6  # elements whose state is computed, to get the bytes of one
 
 
@@ -144,7 +144,7 @@ def _free_nbytes(tables: Sequence[CostTable], in_flight: Column, runtime: Rows, 
     buffers = (memory.RECEIVE_BUFFERS + pp * job.profile.saved.stage_output) * least
     received = in_flight * (np.arange(pp) > 0) * least[:, None]
     transient = (workspace + library + buffers)[:, None]
-    free: Rows = limit * TOLERANCE - memory.rank_memory(runtime[:, None], received, 1.0, transient)
+    free: Rows = limit * ROUNDING - memory.rank_memory(runtime[:, None], received, 1.0, transient)
     return free
 
 
