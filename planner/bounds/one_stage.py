@@ -22,9 +22,9 @@ from megaloom.planner.partition.partitioner import segment_sums
 
 from .lower_bounds import BoundedLayouts, LowerBounds
 
-FARTHEST, HALVINGS = 1.5, 4  # greatest multiple of the bound for every partition, and steps of the bisection up to it
-ROUNDING = 1 + 1e-5  # tolerance for bytes, which a prediction rounds to whole numbers, each holder by itself
-COUNTED = 10**6  # elements whose state is computed, to get the bytes of one
+FARTHEST, BISECTIONS = 1.5, 4  # greatest multiple of the bound for every partition, and steps of the bisection up to it
+BYTES_TOLERANCE = 1 + 1e-5  # tolerance for bytes, which a prediction rounds to whole numbers, each holder by itself
+STATE_SAMPLE = 10**6  # elements whose state is computed, to get the bytes of one
 
 
 @frozen(eq=False)
@@ -80,7 +80,7 @@ def _seconds_of_ranks(
     fits = _all_placed(segments, in_flight, free, m)
     segments, in_flight, free, m, waits = segments.take(fits), in_flight[fits], free[fits], m[fits], waits[fits]
     low, high = seconds[fits], FARTHEST * seconds[fits]
-    for _ in range(HALVINGS):
+    for _ in range(BISECTIONS):
         middle = np.sqrt(low * high)
         enough = _all_placed(segments, in_flight, free, m, middle[:, None] - waits)
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
@@ -120,8 +120,8 @@ def _segments(tables: Sequence[CostTable], x: Layouts, job: Job) -> Segments:
     def sums(*columns: int) -> Rows:
         return np.array([segment_sums(table, cuts, columns).sums for table in tables])
 
-    of_one = [memory.rank_state(a, b, x, job, c) for a, b, c in COUNTED * np.eye(3, dtype=np.int64)]
-    state = sum(s.total[:, None] / COUNTED * sums(column) for s, column in zip(of_one, ELEMENTS, strict=True))
+    of_one = [memory.rank_state(a, b, x, job, c) for a, b, c in STATE_SAMPLE * np.eye(3, dtype=np.int64)]
+    state = sum(s.total[:, None] / STATE_SAMPLE * sums(column) for s, column in zip(of_one, ELEMENTS, strict=True))
     whole = np.zeros(len(cuts)), np.zeros(len(cuts)), np.full(len(cuts), len(cuts))
     saved = [segment_sums(table, cuts, [CostColumn.SAVED]) for table in tables]
     partly = [whole if s.extra is None else (s.extra, s.extra_end, s.last) for s in saved]
@@ -144,7 +144,7 @@ def _free_nbytes(tables: Sequence[CostTable], in_flight: Column, runtime: Rows, 
     buffers = (memory.RECEIVE_BUFFERS + pp * job.profile.saved.stage_output) * least
     received = in_flight * (np.arange(pp) > 0) * least[:, None]
     transient = (workspace + library + buffers)[:, None]
-    free: Rows = limit * ROUNDING - memory.rank_memory(runtime[:, None], received, 1.0, transient)
+    free: Rows = limit * BYTES_TOLERANCE - memory.rank_memory(runtime[:, None], received, 1.0, transient)
     return free
 
 
