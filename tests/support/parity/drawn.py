@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
-from itertools import count, islice, pairwise
+from itertools import count, islice, pairwise, permutations
 from pathlib import Path
 from random import Random
 
@@ -24,7 +24,7 @@ from attrs import evolve, fields, frozen
 
 from megaloom.dsl import Graph, Model, MoE, graph
 from megaloom.planner import violations
-from megaloom.planner.contract.choices import Module, Overlap, Recompute, Reshard, Shard
+from megaloom.planner.contract.choices import ExpertShard, Module, Overlap, Recompute, Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision, Workload
@@ -47,6 +47,10 @@ ATTEMPTS = 400  # layouts tried for one family before another is drawn
 POOL = 14  # draws that one set of processes runs
 FACTORS = {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 2, 2)}  # of the numbers of processes
 SHARDS = (Shard.NONE, Shard.OPTIMIZER, *(Shard.GRADIENTS,) * 2, *(Shard.WEIGHTS,) * 3)  # a third of all draws has FSDP
+EXPERT_SHARD_PAIRS = [
+    (shard, ExpertShard(1 + other))
+    for shard, other in permutations((Shard.OPTIMIZER, Shard.GRADIENTS, Shard.WEIGHTS), 2)
+]
 WORLDS = (1, 2, 2, 3, 4, 4, 4, 4, 4, 4, 6, 8, 8)
 SPARSE = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v2", "deepseek-v3", "deepseek-v3-mtp") * 2
 EXPERTS_OF_TWINS = ("two_mixtures", "corrected_sizes") * 2
@@ -58,6 +62,7 @@ MORE = (
 )
 SHARING = ("albert", "albert_blocks", "two_heads", "positions_again", "sharing_experts", "scattered")
 WITH_DROPOUT = [name for name, family in FAMILIES.items() if family.has_dropout]
+EXPERT_SHARDS = 0.7  # of the draws, where the model has experts
 SMALL = 4  # processes of `make test`, and of the smaller sets of processes
 MOST_SEQUENCES = 12  # in a batch, unless pipeline ranks need more
 
@@ -74,9 +79,14 @@ def drawn(seed: int, number: int) -> Case:
         if untrainable(g):
             continue
         wishes = Wishes(vpp=draw.random() < 0.5, etp=draw.random() < 0.6)
+        if draw.random() < EXPERT_SHARDS and has_experts(g):
+            wishes = evolve(wishes, etp=False, expert_shard=True)
         precision = Precision.BF16 if draw.random() < 0.2 else Precision.FP32
         for attempt in range(ATTEMPTS):
-            layout = drawn_layout(draw, world, g, wishes if attempt < ATTEMPTS / 2 else Wishes())
+            asked = wishes if attempt < ATTEMPTS / 2 else Wishes()
+            layout = drawn_layout(draw, world, g, asked)
+            if asked.expert_shard and not layout.expert_shard:
+                continue
             load = load_of(draw, layout, 24 if world % 3 == 0 else SEQ, precision)
             layout = with_group(draw, layout, load)
             if is_legal(layout, g, load):
@@ -125,6 +135,12 @@ class Wishes:
 
     vpp: bool = False
     etp: bool = False
+    expert_shard: bool = False  # experts share their state otherwise than all other weights
+
+
+def has_experts(g: Graph) -> bool:
+    """Return whether a layer of a model is a mixture of experts."""
+    return any(isinstance(n.op, MoE) for n in g.nodes)
 
 
 def drawn_layout(draw: Random, world: int, g: Graph, wishes: Wishes) -> Layout:
@@ -133,7 +149,7 @@ def drawn_layout(draw: Random, world: int, g: Graph, wishes: Wishes) -> Layout:
     for i, factor in enumerate(draw.sample(factors, len(factors))):
         degrees["pp" if wishes.vpp and i == 0 else draw.choice(list(degrees))] *= factor
     tp, pp, cp, dp = degrees.values()
-    sparse = any(isinstance(n.op, MoE) for n in g.nodes)
+    sparse = has_experts(g)
     recompute = draw.choice([Recompute.NONE, Recompute.SELECTIVE, Recompute.SELECTIVE, Recompute.FULL])
     modules = draw.sample(list(Module), draw.randint(0, 2)) if recompute is Recompute.SELECTIVE else []
     overlaps = [o for o in (Overlap.GRADIENTS, Overlap.WEIGHTS) if draw.random() < (0.4 if dp * cp > 1 else 0)]
@@ -144,6 +160,10 @@ def drawn_layout(draw: Random, world: int, g: Graph, wishes: Wishes) -> Layout:
         overlaps = [Overlap.GRADIENTS, Overlap.WEIGHTS]
     rest = tp * cp * dp
     etp = draw.choice(divisors(rest)[1:] or (1,)) if sparse and wishes.etp else 1
+    expert_shard = ExpertShard.SAME
+    if sparse and wishes.expert_shard and dp * cp > 1:
+        shard, expert_shard = draw.choice(EXPERT_SHARD_PAIRS)
+        reshard, overlaps = Reshard.MICRO_BATCH, [Overlap.GRADIENTS, Overlap.WEIGHTS]
     return Layout(
         **degrees,
         vpp=draw.choice([2, 2, 3]) if pp > 1 and wishes.vpp else 1,
@@ -156,6 +176,7 @@ def drawn_layout(draw: Random, world: int, g: Graph, wishes: Wishes) -> Layout:
         recompute_layers=draw.choice([0, 0, 1]) if recompute is Recompute.FULL else 0,
         shard=shard,
         reshard=reshard,
+        expert_shard=expert_shard,
         overlaps=overlaps,
         vocab_multiple=draw.choice([1, 8, 128]),
     )
@@ -186,7 +207,8 @@ def second_plan(draw: Random, m: Model, load: Workload, world: int) -> Plan | No
         return None
     g, other = graph(m), draw.choice([n for n in FACTORS if n <= world])
     for _ in range(ATTEMPTS // 4):
-        layout = drawn_layout(draw, other, g, Wishes(vpp=draw.random() < 0.5, etp=draw.random() < 0.5))
+        wishes = Wishes(vpp=draw.random() < 0.5, etp=draw.random() < 0.5, expert_shard=draw.random() < 0.3)
+        layout = drawn_layout(draw, other, g, wishes)
         if load.batch % (layout.dp * layout.micro_batch) == 0:
             layout = with_group(draw, layout, load)
             if is_legal(layout, g, load):
