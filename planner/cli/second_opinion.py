@@ -41,7 +41,7 @@ def print_opinion(
     flags: Sequence[str],
     budget: TokenBudget | None = None,
 ) -> int:
-    """Print the second opinion on a run, and what the tokens of a budget take. Return exit code 2 for a broken rule."""
+    """Print the second opinion on a run, and what the tokens of a budget take. Return exit code 1 for a broken rule."""
     from megaloom.dsl.files.outputs import check_output_file
     from megaloom.planner.runs.opinion import second_opinion
     from megaloom.planner.runs.read import read_file
@@ -76,7 +76,7 @@ def print_opinion(
         told = write_patch(opinion, given, options.patch)
         if not result.as_json:
             print(f"\n{told}")
-    return 2 if opinion.broken else 0
+    return 1 if opinion.broken else 0
 
 
 def _long_run(opinion: Opinion, budget: TokenBudget | None) -> str:

@@ -70,6 +70,21 @@ def test_a_run_that_breaks_a_rule_has_a_page_without_predictions() -> None:
     assert "Rules broken: " in text and "Prediction" not in text
 
 
+def test_a_broken_rule_is_an_answer_with_its_page_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was read, so that nothing is refused: stderr is empty. Exit code 2 is for what cannot be read."""
+    (tmp_path / "run.sh").write_text(f"{SLOW} --context-parallel-size 3")
+    page, read = tmp_path / "page.html", ["--from", str(tmp_path / "run.sh"), "--gpus", "H100"]
+    assert main([*read, "--html", str(page)]) == 1
+    shown = capsys.readouterr()
+    assert "Rules broken" in shown.out and f"wrote {page}" in shown.out and not shown.err
+    assert "Rules broken: " in read_page(page.read_text())
+    page.unlink()
+    assert main([*read, "--html", str(page), "--set", "seq-length=none"]) == 2
+    assert not page.exists() and capsys.readouterr().err
+
+
 def test_tokens_take_less_with_the_best_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.sh").write_text(SLOW)
     common = ["--from", str(tmp_path / "run.sh"), "--gpus", "H100", "--tokens", "100B", "--price", "2"]

@@ -30,7 +30,7 @@ from tests.support.fuzz.kinds import KINDS
 from tests.support.paths import ROOT
 
 PROGRESS = ROOT / ".fuzz"
-REFUSED = (1, 2)  # 1: a failed rank or verification
+REFUSED = (1, 2)  # 1: a failed rank or verification, or a read run that breaks a rule
 LONGEST_MESSAGE = 4_000
 ESCAPES = re.compile(r"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f]")
 SLOWER = 3  # times the limit, for a case that is repeated because it was late on a busy machine
