@@ -66,6 +66,7 @@ BAD_WORDS = {
     "--overlap": ("nothing", "", "gradients,weights,x"),
     "--shard": ("", "weight", "gradients,weights", "3", "\x1b[31m"),
     "--reshard": ("", "steps", "micro batch"),
+    "--expert-shard": ("", "weight", "all", "optimizer,weights"),
     "--lora-rank": ("0", "-1", "x", "1.5"),
     "--unheard-of": ("x",),
 }
@@ -94,6 +95,8 @@ def options(draw: Random, folder: Path, bases: Path) -> Drawn:
         words += ["--shard", draw.choice(["none", "optimizer", "gradients", "weights", "weights"])]
         for option, values in (("--reshard", ["micro-batch", "step"]), ("--replicas", ["1", "2", "2", "3", "4"])):
             words += [option, draw.choice(values)] if draw.random() < 0.3 else []
+    if draw.random() < 0.3:
+        words += ["--expert-shard", draw.choice(["same", "none", "optimizer", "gradients", "weights"])]
     if draw.random() < 0.4:
         words += ["--precision", draw.choice(["fp32", "fp16", "bf16", "fp8"])]
     lint = draw.random() < 0.3
