@@ -33,7 +33,8 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.export.decoder import read_decoder
 from megaloom.planner.export.export import cut_for, export_plan
-from megaloom.planner.export.target import Target
+from megaloom.planner.export.target import TORCHTITANS, Target
+from megaloom.planner.export.torchtitan_flavors import find_flavor
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.search import plan
 
@@ -93,9 +94,12 @@ def plans(target: Target) -> Iterator[tuple[str, Plan, Model]]:
     for name in examples():
         model, ref = find(name)
         try:
-            positions = read_decoder(graph(model), Target.MEGATRON_LM).positions
+            read = read_decoder(graph(model), target if target in TORCHTITANS else Target.MEGATRON_LM)
         except UserError:
             continue
+        if target in TORCHTITANS and find_flavor(read, target) is None:
+            continue  # which no plan changes
+        positions = read.positions
         work = Workload(seq=positions or TOKENS, batch=512, precision=Precision.BF16)
         for fixed in JUDGED[target].fixed:
             found = best_plan(ref, work, tuple(fixed.items()), JUDGED[target].runtime)
