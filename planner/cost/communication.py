@@ -8,11 +8,11 @@ there. Concurrent collectives add up level by level: node, network, beyond the p
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from itertools import zip_longest
 from math import comb, log2
 
-import numpy as np
 from attrs import frozen
 
 from megaloom.planner.contract.devices import Cluster
@@ -80,10 +80,8 @@ def group_nodes(size: int, stride: int, per_node: int, count: int) -> tuple[int,
     last = min(stride, count - (size - 1) * stride) - 1  # the last group of a block, which ends before `count`
     for start in {block * size * stride % per_node for block in range(max(1, count // (size * stride)))}:
         for first in {start, start + last}:
-            nodes = (first + stride * np.arange(size)) // per_node
-            members = np.bincount(nodes - nodes[0])
-            members = members[members > 0]
-            most, fewest = max(most, len(members)), min(fewest, int(members.min()))
+            members = Counter((first + i * stride) // per_node for i in range(size))
+            most, fewest = max(most, len(members)), min(fewest, *members.values(), size)
     return most, fewest
 
 

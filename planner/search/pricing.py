@@ -84,7 +84,6 @@ class Pricer:
     _bare: dict[tuple[object, ...], BareTable] = field(factory=dict, init=False)
     _tables: dict[tuple[object, ...], CostTable] = field(factory=dict, init=False)
     _balanced: dict[tuple[object, ...], StageBounds] = field(factory=dict, init=False)
-    _last: Partition | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.structure = model_structure(self.graph)
@@ -178,11 +177,8 @@ class Pricer:
         return capacity(self.cluster, self.headroom)
 
     def _even(self, layout: Layout) -> Partition:
-        """Return the balanced partition; of the last layout asked for, the one of then."""
-        if self._last is None or self._last.layout is not layout:
-            problem = PartitionProblem(layout, self.cost_table(layout), self.capacity)
-            self._last = Partition(problem, self._balance(problem))
-        return self._last
+        problem = PartitionProblem(layout, self.cost_table(layout), self.capacity)
+        return Partition(problem, self._balance(problem))
 
     def _refine(self, even: Partition) -> Partition:
         return partition(even.problem, self._balance, even)
