@@ -77,8 +77,7 @@ def config() -> ConfigContainer:
 
 
 if __name__ == "__main__":
-{environment}    pretrain(config(), forward_step)
-"""
+{environment}{_start(plan.layout)}"""
 
 
 def config_fields(plan: Plan, graph: Graph) -> dict[str, str]:
@@ -169,6 +168,22 @@ def _environment(x: Layout) -> str:
     if limit is None:
         return '    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)\n'
     return f'    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "{limit}"\n' if limit else ""
+
+
+def _start(x: Layout) -> str:
+    """Return the lines that train.
+
+    Megatron-FSDP of megatron-core 0.19 reads the format of gradients from a field that older releases do not have, and
+    `grad_reduce_in_fp32` no more (fsdp/src/megatron_fsdp/mixed_precision.py).
+    """
+    if not x.fsdp or x.grad_reduce is not GradReduce.FP32:
+        return "    pretrain(config(), forward_step)\n"
+    field = "megatron_fsdp_main_grads_dtype"
+    return f"""    made = config()
+    if hasattr(made.ddp, "{field}"):  # since megatron-core 0.19
+        made.ddp.{field} = torch.float32
+    pretrain(made, forward_step)
+"""
 
 
 def _notes(m: DecoderModel) -> str:

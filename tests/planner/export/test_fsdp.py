@@ -159,6 +159,13 @@ def test_connections_are_as_many_as_megatron_lm_accepts(layout: Layout, line: st
     assert lines == ([line] if line else [])
 
 
+def test_bridge_is_told_the_format_of_gradients_by_either_field() -> None:
+    field = "made.ddp.megatron_fsdp_main_grads_dtype = torch.float32"
+    assert field in exported(Target.MEGATRON_BRIDGE, Layout(dp=8, shard="weights"))
+    for other in (Layout(dp=8, shard="optimizer"), Layout(dp=8, shard="weights", grad_reduce="bf16")):
+        assert "main_grads_dtype" not in exported(Target.MEGATRON_BRIDGE, other)
+
+
 @pytest.mark.parametrize("layout", [WEIGHTS, GRADIENTS, Layout(dp=8, shard="optimizer"), Layout(dp=8)])
 def test_bridge_is_told_whether_it_shards(layout: Layout) -> None:
     fields = bridge_fields(exported(Target.MEGATRON_BRIDGE, layout))
