@@ -151,7 +151,7 @@ FLOAT8_ROWWISE = Feature(
 )
 FLOAT8_GATHERS = Feature(
     name="float8-gathers",
-    sharded_weights={
+    narrow={
         "gathers_8_bits": coded(
             True, f"{_TITAN}, quantize.linear.float8: enable_fsdp_float8_all_gather in the command of the runs"
         )

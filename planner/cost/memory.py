@@ -246,13 +246,13 @@ def state_bytes(
     moments = 2 * settings.moment_nbytes + settings.extra_shard_nbytes
     master = 0 if precision is Precision.FP32 else MASTER
     whole, sharding = settings.weight_nbytes or precision.nbytes, profile.sharded_weights
-    fsdp, narrow = x.fsdp, sharding.shard_nbytes(precision)
+    fsdp, narrow = x.fsdp, profile.narrow.shard_nbytes(precision)
     optimizer = moments + master * (1 - fsdp)
     # The shard of a gradient begins with its first reduction: with one micro-batch, after the fullest moment.
     late = one_microbatch * (not sharding.keeps_gradients)
     # Each rank has the scales of whole weights, by rows and by columns (megatron-core 0.16.1,
     # megatron_fsdp/mixed_precision.py, fp8_set_raw_data: only the data of a weight is sharded).
-    scales = 2 * fsdp * (precision is Precision.MXFP8 and narrow > 0 and sharding.gathers_8_bits)
+    scales = 2 * fsdp * (precision is Precision.MXFP8 and narrow > 0 and profile.narrow.gathers_8_bits)
 
     def of(trained: Any, fixed: Any, shards: Any, experts: bool) -> StateBytes[Any]:
         weights, gradients = is_sharded(x, "weights", experts=experts), is_sharded(x, "gradients", experts=experts)

@@ -55,7 +55,7 @@ class WeightUnits:
         Weights of blocks may be gathered in 8 bits; the embedding and the head are as wide as activations.
         """
         precision = job.workload.precision
-        return np.where(self.in_blocks, job.profile.sharded_weights.gathered_nbytes(precision), precision.nbytes)
+        return np.where(self.in_blocks, job.profile.narrow.gathered_nbytes(precision), precision.nbytes)
 
     def gathered_nbytes(self, layout: Layout, job: Job) -> int:
         """Return the bytes beyond the state of the largest gathered unit, and of weights that stay gathered.
@@ -64,8 +64,8 @@ class WeightUnits:
         (megatron-core 0.16.1, megatron_fsdp.py: fp8_create_transpose_cache).
         """
         dense, experts = (placed.weights == SHARDED for placed in state_placements(layout))
-        precision, settings = job.workload.precision, job.profile.sharded_weights
-        one_scale = settings.shard_nbytes(precision) == 1
+        precision = job.workload.precision
+        one_scale = job.profile.narrow.shard_nbytes(precision) == 1
         transposed = self.in_blocks * (one_scale and Precision.MXFP8 not in job.cluster.device.flops)
         sizes = (self.sizes @ [dense, experts, dense]).astype(np.int64)
         largest = int(((self.widths(job) + transposed) * sizes).max(initial=0))
@@ -131,7 +131,7 @@ def pass_seconds(dense: float, experts: float, layout: Layout, job: Job) -> floa
     The elements are those of one device before they are sharded, and move in one collective each. All count as weights
     of blocks, which are gathered in no more bytes than others.
     """
-    least = np.array([job.profile.sharded_weights.gathered_nbytes(job.workload.precision)])
+    least = np.array([job.profile.narrow.gathered_nbytes(job.workload.precision)])
     gathered, reduced = _unit_seconds(np.array([[dense, experts]]), least, job, layout)
     return float(2 * gathered[0] + reduced[0])
 

@@ -29,7 +29,7 @@ WEIGHTS_8 = Feature(
 )
 GATHERS_16 = Feature(
     name="16-bit-gathers",
-    sharded_weights={
+    narrow={
         "gathers_8_bits": coded(
             False,
             "torchtitan 0.2.2, components/quantization/float8.py: without enable_fsdp_float8_all_gather, and by rows",

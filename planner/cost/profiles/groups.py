@@ -175,29 +175,6 @@ class ShardedWeightSettings:
     )
     keeps_gradients: bool = setting(False, "shards of gradients stay from one step to the next")
     holds_first_unit: bool = setting(False, "gradients of the first unit are counted at the end of the backward pass")
-    narrow_shard_nbytes: int = setting(
-        0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"
-    )
-    gathers_8_bits: bool = setting(
-        False, "where products have 8 bits, sharded weights of blocks are gathered in 8 bits too"
-    )
-
-    def in_8_bits(self, precision: Precision) -> bool:
-        """Return True if sharded weights of blocks are gathered in 8 bits."""
-        return self.gathers_8_bits and precision in (Precision.FP8, Precision.MXFP8)
-
-    def gathered_nbytes(self, precision: Precision) -> int:
-        """Return the bytes of an element of a sharded weight of a block, as it is gathered for one pass."""
-        return 1 if self.in_8_bits(precision) else precision.nbytes
-
-    def shard_nbytes(self, precision: Precision) -> int:
-        """Return the bytes of an element of the shard of a weight beside its fp32 shard.
-
-        In 8 bits it is one byte, in MXFP8 one for rows and one for columns.
-        """
-        if not self.in_8_bits(precision) or not self.narrow_shard_nbytes:
-            return self.narrow_shard_nbytes
-        return 2 if precision is Precision.MXFP8 else 1
 
 
 @frozen(kw_only=True)
@@ -253,7 +230,7 @@ class ExpertSettings:
 
 @frozen(kw_only=True)
 class NarrowSettings:
-    """Matrix products of fewer than 16 bits."""
+    """Matrix products of fewer than 16 bits, and the shards of weights beside those in fp32."""
 
     product_speed: float = setting(1.0, "speed of such a product", unit="share of the device's")
     cast_moved_nbytes: int = setting(
@@ -266,6 +243,29 @@ class NarrowSettings:
     cast_before_gathers: bool = setting(
         False, "operands are cast before they are gathered over tensor-parallel ranks, once for all products"
     )
+    narrow_shard_nbytes: int = setting(
+        0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"
+    )
+    gathers_8_bits: bool = setting(
+        False, "where products have 8 bits, sharded weights of blocks are gathered in 8 bits too"
+    )
+
+    def in_8_bits(self, precision: Precision) -> bool:
+        """Return True if sharded weights of blocks are gathered in 8 bits."""
+        return self.gathers_8_bits and precision in (Precision.FP8, Precision.MXFP8)
+
+    def gathered_nbytes(self, precision: Precision) -> int:
+        """Return the bytes of an element of a sharded weight of a block, as it is gathered for one pass."""
+        return 1 if self.in_8_bits(precision) else precision.nbytes
+
+    def shard_nbytes(self, precision: Precision) -> int:
+        """Return the bytes of an element of the shard of a weight beside its fp32 shard.
+
+        In 8 bits it is one byte, in MXFP8 one for rows and one for columns.
+        """
+        if not self.in_8_bits(precision) or not self.narrow_shard_nbytes:
+            return self.narrow_shard_nbytes
+        return 2 if precision is Precision.MXFP8 else 1
 
 
 @frozen(kw_only=True)

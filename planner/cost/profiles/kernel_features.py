@@ -141,11 +141,13 @@ ENGINE_KERNELS = Feature(
     },
     attention={"context_communication": coded(ContextCommunication.P2P, "Megatron-LM's default of --cp-comm-type")},
     sharded_weights={
-        "narrow_shard_nbytes": coded(
-            2, "megatron-core 0.16.1, megatron_fsdp/param_and_grad_buffer.py: model_weight_buffer, main_weight_buffer"
-        ),
         "keeps_gradients": coded(
             True, "megatron-core 0.16.1, megatron_fsdp/param_and_grad_buffer.py: main_grad_buffer"
+        ),
+    },
+    narrow={
+        "narrow_shard_nbytes": coded(
+            2, "megatron-core 0.16.1, megatron_fsdp/param_and_grad_buffer.py: model_weight_buffer, main_weight_buffer"
         ),
         "gathers_8_bits": coded(
             True,

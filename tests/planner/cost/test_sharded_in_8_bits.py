@@ -154,7 +154,7 @@ def test_an_export_says_how_weights_are_gathered_and_a_reader_hears_it() -> None
         assert float8.get("enable_fsdp_float8_all_gather", False) is narrow and float8["filter_fqns"] == ["output"]
         run = read_text(text, "run.toml", RunInputs(devices=8))
         assert run.workload.precision is Precision.FP8 and run.layout.shard is Shard.WEIGHTS
-        assert run.profile.sharded_weights.gathers_8_bits is narrow
+        assert run.profile.narrow.gathers_8_bits is narrow
     assert 'filter_fqns=["lm_head"]' in of_megatron(Target.TORCHTITAN_0_3, "fp8", Runtime.MEGALOOM)
     with pytest.raises(UserError, match="gathered in 8 bits: this release gathers them in bf16"):
         of_megatron(Target.TORCHTITAN_0_3, "fp8", Runtime.MEGATRON)
@@ -167,7 +167,7 @@ def test_an_export_says_how_weights_are_gathered_and_a_reader_hears_it() -> None
 def test_a_run_that_keeps_whole_copies_in_8_bits_is_refused() -> None:
     text = of_megatron(Target.MEGATRON_LM, "fp8", Runtime.MEGATRON)
     run = read_text(text, "run.sh", RunInputs())
-    assert run.profile.sharded_weights.gathers_8_bits and run.profile.optimizer.weight_nbytes == 1
+    assert run.profile.narrow.gathers_8_bits and run.profile.optimizer.weight_nbytes == 1
     for old, new, message in (
         ("  --fp8-param-gather\n", "", "Transformer Engine keeps 8-bit copies of all weights on each device"),
         ("optim_grads_params", "optim_grads", "weights in 8 bits only with optim_grads_params"),
@@ -183,5 +183,5 @@ def test_torchtitan_refuses_gathers_in_8_bits_beside_a_recipe() -> None:
         read_text(rows, "run.toml", RunInputs(devices=8))
     lines = [line for line in rows.splitlines() if "fsdp_float8" not in line and "scale_for_fsdp" not in line]
     run = read_text("\n".join(lines), "run.toml", RunInputs(devices=8))
-    assert not run.profile.sharded_weights.gathers_8_bits
+    assert not run.profile.narrow.gathers_8_bits
     assert any("scales of rows instead of tensors" in note.text for note in run.notes)

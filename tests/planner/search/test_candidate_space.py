@@ -18,6 +18,7 @@ from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.report.lint import violations_text
 from megaloom.planner.rules import export_rules, rules
+from megaloom.planner.rules.fsdp import OWN_GRADIENTS
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.planner.rules.rule import Case, Condition, Owner, Rule, fields_read, violated
 from megaloom.planner.search.candidate_space import KEPT_BY_CHOICES, KEPT_WITH_ONE_SHARD, VARIANT_FIELDS
@@ -141,7 +142,7 @@ def test_a_rule_of_exports_binds_plans_for_other_programs_alone(monkeypatch: pyt
 
 def test_the_rules_of_today_are_not_asked_again_about_variants() -> None:
     """Else a search takes longer: what they forbid is not among the choices."""
-    every = {rule.id: rule for rule in (*rules.RANGE_RULES, *rules.RULES, *export_rules.EXPORT_RULES)}
+    every = {rule.id: rule for rule in (*rules.RANGE_RULES, *rules.RULES, *export_rules.EXPORT_RULES, OWN_GRADIENTS)}
     case = Case(Layouts.of([Layout()]), graph(MODEL), WORK, MACHINE)
     read = {name for name, rule in every.items() if fields_read(rule, case).intersection(VARIANT_FIELDS)}
     assert read == KEPT_BY_CHOICES | KEPT_WITH_ONE_SHARD
