@@ -86,26 +86,23 @@ def exposed(kernels: Iterable[KernelRun], busy: Sequence[tuple[float, float]]) -
     return total
 
 
-def _show(cases: Sequence[tuple[str, Plan]], host: bool) -> None:
-    """On each rank: profile a step of each case; rank 0 prints."""
-    for name, plan in cases:
-        step = stepper(plan, WARM_UP + 4)
-        for _ in range(WARM_UP):
-            step()
-        begun = time.perf_counter()
+def _show(name: str, plan: Plan, host: bool) -> None:
+    """On each rank: profile a step of a case; rank 0 prints."""
+    step = stepper(plan, WARM_UP + 4)
+    for _ in range(WARM_UP):
         step()
-        took = time.perf_counter() - begun
-        activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if host else [])]
-        with profile(activities=activities) as recorded:
-            step()
-        functions = _functions(step) if host else ""
-        if dist.get_rank() == 0:
-            print("\n".join((f"{name}: step {took * 1e3:.1f} ms", *_lines(recorded, took))), flush=True)
-            if host:
-                print(
-                    recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=45)
-                )
-                print(functions, flush=True)
+    begun = time.perf_counter()
+    step()
+    took = time.perf_counter() - begun
+    activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if host else [])]
+    with profile(activities=activities) as recorded:
+        step()
+    functions = _functions(step) if host else ""
+    if dist.get_rank() == 0:
+        print("\n".join((f"{name}: step {took * 1e3:.1f} ms", *_lines(recorded, took))), flush=True)
+        if host:
+            print(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=45))
+            print(functions, flush=True)
 
 
 def _lines(recorded: profile, took: float) -> Iterator[str]:
@@ -151,7 +148,7 @@ def main() -> None:
     name = device.local_cluster().partition("x")[2]
     for case in cases:
         plan = with_backend(planned(case, name), case.backend)
-        launcher.run(_show, ([(case.name, plan)], asked.host), plan.layout)
+        launcher.run(_show, (case.name, plan, asked.host), plan.layout)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ today predicts.
 from __future__ import annotations
 
 import gc
-import os
-import threading
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -31,6 +30,7 @@ from attrs import frozen
 
 from benchmarks.gpu_cases import CASES, Case, planned
 from benchmarks.gpu_report import RESULTS, THIS_COMMAND, Measured, append, read, report
+from benchmarks.time_limit import process_time_limit
 from benchmarks.timed_steps import timed_steps
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.plans import Plan
@@ -114,13 +114,10 @@ def _measure_all(left: Sequence[tuple[Case, Plan]], name: str, output: str, budg
             _destroy_groups()
             mesh = _mesh(plan)
         late = Measured(case=case.name, gpus=_gpus(case, name), error=f"it did not end within {budget.case:g} s")
-        timer = threading.Timer(budget.case, _give_up, (Path(output), late))
-        timer.daemon = True
-        timer.start()
-        result = measured(case, plan, _gpus(case, name), budget)
-        timer.cancel()
+        with process_time_limit(budget.case, partial(_append, output, late)):
+            result = measured(case, plan, _gpus(case, name), budget)
+        _append(output, result)
         if dist.get_rank() == 0:
-            append(Path(output), result)
             print(f"{result.step_seconds:8.3f} s {result.memory_gib:6.1f} GiB  {case.name}", flush=True)
 
 
@@ -177,11 +174,10 @@ def _destroy_groups() -> None:
         dist.destroy_process_group(group)
 
 
-def _give_up(output: Path, late: Measured) -> None:
-    """End the rank, whose main thread may hang in a collective. Rank 0 records why."""
+def _append(output: str, result: Measured) -> None:
+    """Append a result to the file on rank 0."""
     if dist.get_rank() == 0:
-        append(output, late)
-    os._exit(1)
+        append(Path(output), result)
 
 
 def _libraries() -> Iterator[str]:

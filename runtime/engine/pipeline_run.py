@@ -292,7 +292,7 @@ class PipelineRun:
             return results[0], None
         returned = StepSums.of(step, value, self.weight_sum.device)
         check_names(step, returned.names, self.reported.get(step, (self.returned or [returned])[0].names))
-        self.returned.append(evolve(returned, loss_sum=returned.loss_sum.detach()))  # no graph stays
+        self.returned.append(evolve(returned, loss_sum=returned.loss_sum.detach()))  # else its graph stays
         loss_sum = returned.loss_sum.clone()  # the schedules free it, which they refuse for a view
         return loss_sum, partial(self._reduce_loss, returned.sums, results[1])
 

@@ -33,7 +33,7 @@ _REFUSED = """
 recompute-layer-ids ; + ; None ; recompute of single layers is not read
 """
 TORCH_FIELDS = (switch_flag("gathers-in-16-bits"),)
-"""What torch's fully_shard does and no flag of Megatron-LM says, as a flag of our own."""
+"""Flags of our own for what torch's fully_shard does and no flag of Megatron-LM states."""
 FRAMEWORK_FLAGS: tuple[Flag, ...] = (
     *harmless("0", _SWITCHES),
     *harmless("1", _VALUES),

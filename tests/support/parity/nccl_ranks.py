@@ -9,12 +9,10 @@ from __future__ import annotations
 import gc
 import json
 import os
-import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from itertools import groupby
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, evolve, frozen
 
+from benchmarks.time_limit import process_time_limit
 from megaloom.dsl import Model, graph
 from megaloom.planner.contract.choices import Shard
 from megaloom.planner.contract.layout import Layout
@@ -67,7 +66,7 @@ Gradients = dict[str, tuple[torch.Tensor, float]]
 
 @frozen
 class Job:
-    """What the ranks need to know of the command."""
+    """The options of a command that its ranks read."""
 
     gpu: str  # its name as the planner knows it
     output: Path
@@ -79,7 +78,7 @@ class Job:
 
 @frozen(eq=False)
 class Expected:
-    """What one process computes: losses and norms, gradients of the first step, and what rounded weights change."""
+    """Results of one process: losses, norms, gradients of the first step, and their change when weights are rounded."""
 
     curve: Curve
     gradients: dict[str, torch.Tensor]
@@ -143,7 +142,7 @@ def _write_reference(key: Key, job: Job) -> None:
     if file.exists():
         return
     torch.save("one process did not compute this model to its end", file)  # for the next start of the ranks
-    with _limited(2 * job.timeout, lambda: None):  # it compiles kernels
+    with process_time_limit(2 * job.timeout, lambda: None):  # it compiles kernels
         found = _attempt(partial(_reference, key, job.gpu))
     torch.save(found, file)
 
@@ -181,7 +180,7 @@ def _run_case(store: Any, key: Key, job: Job) -> None:
         error = f"one process: {expected}"
     else:
         late = failed(key, f"it did not end within {job.timeout:g} s")
-        with _limited(job.timeout, lambda: rank == 0 and append(job.output, late)):
+        with process_time_limit(job.timeout, lambda: rank == 0 and append(job.output, late)):
             found = _attempt(partial(_planned, key, job.gpu))
             error = _first_error(store, key, found if isinstance(found, str) else "", job)
     if rank == 0:
@@ -208,23 +207,6 @@ def _first_error(store: Any, key: Key, own: str, job: Job) -> str:
         append(job.output, failed(key, own))
         os._exit(1)
     return next(filter(None, (store.get(name).decode() for name in names)), "")
-
-
-@contextmanager
-def _limited(seconds: float, record: Callable[[], object]) -> Iterator[None]:
-    """Inside the context, end this process after so many seconds: its main thread may wait in a collective."""
-
-    def end() -> None:
-        record()
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _attempt(call: Callable[[], Any]) -> Any:
