@@ -1,30 +1,38 @@
 """Train the same models by megaloom and by other programs: `python -m benchmarks.against_others [CASE ...]`.
 
-Other programs are a loop of megatron-core alone, with Transformer Engine's layers (`te`, in fp8 `te-fp8`) and with
-torch's (`torch`), and plain PyTorch with FSDP2 and compiled blocks (`plain`; dense models under data parallelism). The
-programs of a case take turns, three times. The table has the median step of each and its ratio to megaloom's, the most
-memory that torch allocated on a GPU, and the seconds from the command to the end of the first step. If a program has no
-result, its line says why. Every result is appended at once to the file of `--results`, and what is there is not
-measured again, so that a run that was cut off goes on. CASE is a letter; by default all of as many GPUs as are there.
+Megaloom runs with torch's layers (`ours`), with Transformer Engine (`ours-te`) and in fp8 (`ours-fp8`). Other programs
+are a loop of megatron-core alone, with Transformer Engine's layers (`te`, in fp8 `te-fp8`) and with torch's (`torch`),
+and plain PyTorch with FSDP2 and compiled blocks (`plain`; dense models under data parallelism). As many programs of a
+case as `--together` says are started at once, and take turns on the devices, three times. The table has the median of
+the turns, its ratio to `ours`, the most memory that torch allocated on a GPU, and the seconds from the command to the
+end of the first step, beside the others' starts. If a program has no result, its line says why. Every result is
+appended at once to the file of `--results`, and what is there is not measured again, so that a run that was cut off
+goes on. CASE is a letter; by default all of as many GPUs as are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from threading import Timer
 from typing import Any
 
 import torch
-from attrs import asdict, evolve
+from attrs import evolve, frozen
 
-from benchmarks.opponents.task import MARK, Result, Task
+from benchmarks.opponents.task import MARK, ROUNDS, Task
+from benchmarks.opponents.turns import Turns
 
-ROUNDS = 3
+GRACE = 10  # seconds for a program to end after a request
 LLAMA = Task(
     layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32000, seq=8192, batch=4, micro_batch=1
 )  # Llama 3 8B's layers
@@ -54,6 +62,7 @@ CASES = {
 PROGRAMS = {
     "ours": ("own_run", "torch"),
     "ours-te": ("own_run", "te"),
+    "ours-fp8": ("own_run", "te-fp8"),
     "te": ("megatron_loop", "te"),
     "te-fp8": ("megatron_loop", "te-fp8"),
     "torch": ("megatron_loop", "torch"),
@@ -66,38 +75,95 @@ def can_run(program: str, task: Task) -> bool:
     """Return whether a program trains such a model under such a layout."""
     if program == "plain":
         return task.world == task.dp and not task.experts
-    return program != "te-fp8" or not task.experts
+    return not program.endswith("fp8") or not task.experts
 
 
 def command(program: str, task: Task) -> list[str]:
     """Return the command line of a program."""
     module, *more = PROGRAMS[program]
-    many = ("torch.distributed.run", "--nproc-per-node", str(task.world), "-m") if module != "own_run" else ()
+    many = (
+        ("torch.distributed.run", "--standalone", "--nproc-per-node", str(task.world), "-m")
+        if module != "own_run"
+        else ()
+    )
     return [sys.executable, "-m", *many, f"benchmarks.opponents.{module}", task.text, *more]
 
 
-def run(program: str, task: Task, seconds: float) -> dict[str, Any]:
-    """Return what a program printed, and `start_s`, the seconds to the end of its first step; or `error`."""
-    begun = time.time()
-    try:
-        ended = subprocess.run(command(program, task), capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not finished after {seconds:g} s"}
-    lines = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
-    if ended.returncode or not lines:
-        return {"error": (ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1]}
-    result = Result(**json.loads(lines[0].removeprefix(MARK)))
-    return {**asdict(result), "start_s": result.first_step_at - begun}
+def run(programs: Sequence[str], task: Task, seconds: float) -> list[dict[str, Any]]:
+    """Start programs together and give them turns. Return for each what it printed, and `start_s`; or `error`.
+
+    start_s: seconds from its command to the end of its first step. seconds: limit on all of them.
+    """
+    with tempfile.TemporaryDirectory(prefix="against-others-") as folder:
+        started = [Started.of(program, task, Path(folder)) for program in programs]
+        timer = Timer(seconds, lambda: [one.stop() for one in started])
+        timer.start()
+        for one in started:
+            one.turns.await_ready(one.alive)
+        for turn in range(ROUNDS):
+            for one in started:
+                one.turns.give(turn, one.alive)
+        results = [one.result() for one in started]
+        timer.cancel()
+    return results
 
 
-def row(case: str, program: str, measured: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
+@frozen
+class Started:
+    """A program that was started. Its output goes into files of the folder of its turns."""
+
+    process: subprocess.Popen[bytes]
+    turns: Turns
+    folder: Path
+    begun: float  # time.time()
+
+    @classmethod
+    def of(cls, program: str, task: Task, folder: Path) -> Started:
+        """Start a program."""
+        turns, begun = Turns(folder, program), time.time()
+        environment = {**os.environ, **turns.environment}
+        with (folder / f"{program}.stdout").open("w") as out, (folder / f"{program}.stderr").open("w") as err:
+            process = subprocess.Popen(command(program, task), env=environment, stdout=out, stderr=err)
+        return cls(process, turns, folder, begun)
+
+    def alive(self) -> bool:
+        """Return whether the program has not ended."""
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End a program that takes too long; torchrun ends its ranks when it is asked to end."""
+        if self.alive():
+            (self.folder / f"{self.turns.name}.late").touch()
+            self.process.terminate()
+            Timer(GRACE, self.process.kill).start()
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end of the program, and return its result or its error."""
+        code = self.process.wait()
+        if (self.folder / f"{self.turns.name}.late").exists():
+            return {"error": "not finished within the limit of --seconds"}
+        out, err = ((self.folder / f"{self.turns.name}.{kind}").read_text().strip() for kind in ("stdout", "stderr"))
+        lines = [line for line in out.splitlines() if line.startswith(MARK)]
+        if code or not lines:
+            return {"error": last_error(err) or f"exit code {code}"}
+        found = json.loads(lines[0].removeprefix(MARK))
+        return {**found, "start_s": found["first_step_at"] - self.begun}
+
+
+def last_error(text: str) -> str:
+    """Return the line of the last exception in the output of a program, without torchrun's own; or the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"(Error|Exception):? ", line) and "ChildFailedError" not in line]
+    return (errors or lines or [""])[-1]
+
+
+def row(case: str, program: str, one: dict[str, Any], ours: dict[str, Any]) -> str:
     """Return the line of a program: its median step, that as a multiple of megaloom's, memory and start."""
-    good = [one for one in measured if "error" not in one]
-    if not good:
-        return f"{case:<5}{program:<9}{measured[0]['error']}"
-    step, start, gib = (median(one[name] for one in good) for name in ("step_ms", "start_s", "gib"))
-    ratio = step / median(one["step_ms"] for one in ours) if ours else float("nan")
-    return f"{case:<5}{program:<9}{step:>9.1f}{ratio:>8.3f}{gib:>8.2f}{start:>8.1f}  {len(good)}"
+    if "error" in one:
+        return f"{case:<5}{program:<9}{one['error']}"
+    step = median(one["step_ms"])
+    ratio = step / median(ours["step_ms"]) if "error" not in ours else float("nan")
+    return f"{case:<5}{program:<9}{step:>9.1f}{ratio:>8.3f}{one['gib']:>8.2f}{one['start_s']:>8.1f}"
 
 
 def main() -> None:
@@ -105,37 +171,32 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; by default all that fit")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--results", type=Path, default=Path("against_others.jsonl"))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=100, help="limit on one program")
+    parser.add_argument("--together", type=int, default=2, help="programs in the devices' memory at once")
+    parser.add_argument("--seconds", type=float, default=120, help="limit on the programs that run together")
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if unknown := [case for case in options.cases if case not in CASES]:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
     count = max(1, torch.cuda.device_count())
     chosen = options.cases or [case for case, task in CASES.items() if task.world == count]
-    known: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    if options.results.exists():
-        for line in options.results.read_text().splitlines():
-            one = json.loads(line)
-            if one["device"] == device:
-                known.setdefault((one["case"], one["program"]), []).append(one)
-    print(f"{device}\ncase program    step ms   ratio     GiB start s runs", flush=True)
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    read = [one for one in map(json.loads, lines) if one["device"] == device]
+    known: dict[tuple[str, str], dict[str, Any]] = {(one["case"], one["program"]): one for one in read}
+    print(f"{device}\ncase program    step ms   ratio     GiB start s", flush=True)
     for case in chosen:
         programs = [program for program in options.programs if can_run(program, CASES[case])]
-        for turn in range(options.rounds):
-            for program in programs:
-                before = known.setdefault((case, program), [])
-                if len(before) > turn or any("error" in one for one in before):
-                    continue
-                one = run(program, CASES[case], options.seconds)
-                before.append({"case": case, "program": program, "device": device, **one})
+        missing = [program for program in programs if (case, program) not in known]
+        for first in range(0, len(missing), options.together):
+            some = missing[first : first + options.together]
+            for program, one in zip(some, run(some, CASES[case], options.seconds), strict=True):
+                known[case, program] = {"case": case, "program": program, "device": device, **one}
                 with options.results.open("a") as file:
-                    file.write(json.dumps(before[-1]) + "\n")
-        ours = [one for one in known.get((case, "ours"), []) if "error" not in one]
+                    file.write(json.dumps(known[case, program]) + "\n")
+        ours = known.get((case, "ours"), {"error": "not measured"})
         for program in programs:
             print(row(case, program, known[case, program], ours), flush=True)
-        sizes = {one["parameters"] for program in programs for one in known[case, program] if "error" not in one}
-        if len(sizes) > 1:
+        good = [known[case, program] for program in programs if "error" not in known[case, program]]
+        if len(sizes := {one["parameters"] for one in good}) > 1:
             print(f"{case:<5}not the same model: {', '.join(map(str, sorted(sizes)))} parameters", flush=True)
 
 

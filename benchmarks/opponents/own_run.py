@@ -1,14 +1,13 @@
-"""A decoder trained by megaloom with the layout of a task. Run it with a `Task` and a backend as arguments."""
+"""A decoder trained by megaloom with the layout of a task. Its arguments: a `Task`, and `torch`, `te` or `te-fp8`."""
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
-from statistics import median
 
-from benchmarks.opponents.task import FIRST, STEPS, Result, Task
-from benchmarks.timed_steps import timed_steps
+from benchmarks.opponents.task import STEPS, Result, Task, timed
+from benchmarks.opponents.turns import Turns
+from benchmarks.timed_steps import stepper
 from megaloom.dsl import (
     Attention,
     Dim,
@@ -50,28 +49,26 @@ def decoder(text: str) -> Model:
     return model("decoder", x >> Unembed(weight("head", v, d)) >> NextToken())
 
 
-def trained(it: Plan) -> tuple[list[float], float, int]:
-    """Return for a rank the seconds of every step, time.time() at the end of the first, and peak bytes."""
-    took, first_step_at = [], 0.0
-    for seconds in timed_steps(it, STEPS):
-        took.append(seconds)
-        first_step_at = first_step_at or time.time()
-    return took, first_step_at, device.peak_memory()
+def trained(it: Plan) -> tuple[tuple[float, ...], float, int]:
+    """Return for a rank the milliseconds of a step in each turn, time.time() after the first step, and peak bytes."""
+    step_ms, first_step_at = timed(stepper(it, STEPS), device.current(), Turns.given())
+    return step_ms, first_step_at, device.peak_memory()
 
 
 def main() -> None:
-    task, backend = Task.given(), Backend(sys.argv[2])
+    task, (backend, *narrow) = Task.given(), sys.argv[2].split("-")
     declared, ref = find(f"{Path(__file__).resolve()}:decoder", {"text": task.text})
     gpu = device.gpu_count()
     kind = device.local_cluster().partition("x")[2]
     fixed = {axis: getattr(task, axis) for axis in ("tp", "cp", "ep", "dp", "micro_batch")}
     fixed |= {"pp": 1, "sequence_parallel": task.tp > 1, "recompute": "none"}
-    work = Workload(seq=task.seq, batch=task.batch, precision=Precision.BF16 if gpu else Precision.FP32)
+    precision = Precision.FP8 if narrow else Precision.BF16 if gpu else Precision.FP32
+    work = Workload(seq=task.seq, batch=task.batch, precision=precision)
     it = plan(declared, cluster(f"{task.world}x{kind}"), work, ref=ref, fixed=fixed, headroom=0.0).best
-    ranks = launcher.run(trained, (with_backend(it, backend),), it.layout)
-    took, first_step_at, _ = ranks[0]
+    ranks = launcher.run(trained, (with_backend(it, Backend(backend)),), it.layout)
+    step_ms, first_step_at, _ = ranks[0]
     gib = max(nbytes for *_, nbytes in ranks) / GiB if gpu else 0.0
-    print(Result(1e3 * median(took[FIRST:]), first_step_at, gib, params(declared)).line, flush=True)
+    print(Result(step_ms, first_step_at, gib, params(declared)).line, flush=True)
     print(f"planned {1e3 * it.predicted.step_seconds:.1f} ms, {it.layout}", flush=True)
 
 

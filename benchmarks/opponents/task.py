@@ -13,8 +13,12 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, frozen
 
+from benchmarks.opponents.turns import Turns
+
 FIRST = 4  # steps that compile kernels and are not counted
-STEPS = 12
+ROUNDS = 3  # turns of each program
+TURN = 6  # steps of a turn
+STEPS = FIRST + ROUNDS * TURN
 MARK = "RESULT "  # begins the line of a result
 
 
@@ -70,7 +74,7 @@ class Task:
 class Result:
     """The step time, start and memory that a program measured for a task, and the size of its model."""
 
-    step_ms: float  # median
+    step_ms: tuple[float, ...]  # median of each turn
     first_step_at: float  # time.time() at the end of the first step
     gib: float  # the most that torch allocated on any device
     parameters: int  # of the whole model
@@ -91,21 +95,40 @@ def start() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def timed(step: Callable[[], object], device: torch.device, turns: Turns) -> tuple[tuple[float, ...], float]:
+    """Train `STEPS` steps. Return the median milliseconds of a step of each turn, and time.time() after the first step.
+
+    Each turn waits until this program may use the devices alone.
+    """
+    step()
+    synchronize(device)
+    first_step_at = time.time()
+    for _ in range(FIRST - 1):
+        step()
+    synchronize(device)
+    medians = []
+    for turn in range(ROUNDS):
+        turns.begin(turn)
+        took = []
+        for _ in range(TURN):
+            synchronize(device)
+            begun = time.perf_counter()
+            step()
+            synchronize(device)
+            took.append(1e3 * (time.perf_counter() - begun))
+        turns.end(turn)
+        medians.append(median(took))
+    return tuple(medians), first_step_at
+
+
 def measure(step: Callable[[], object], device: torch.device, parameters: int) -> None:
     """Train `STEPS` steps, and print the result on the first rank."""
-    took, first_step_at = [], 0.0
-    for _ in range(STEPS):
-        synchronize(device)
-        begun = time.perf_counter()
-        step()
-        synchronize(device)
-        took.append(time.perf_counter() - begun)
-        first_step_at = first_step_at or time.time()
+    step_ms, first_step_at = timed(step, device, Turns.given())
     gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     most = torch.tensor([gib], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        print(Result(1e3 * median(took[FIRST:]), first_step_at, float(most), parameters).line, flush=True)
+        print(Result(step_ms, first_step_at, float(most), parameters).line, flush=True)
     dist.destroy_process_group()
 
 
