@@ -84,7 +84,7 @@ def planned(case: Case, device: str) -> Plan:
         stages=priced.stages,
         predicted=priced.prediction,
         reasons=(),
-        environment=assumed_environment(case.runtime, machine.device.name, *needs),
+        environment=assumed_environment(case.runtime, machine.device.name, *needs, case.precision),
         runtime=case.runtime,
     )
 
@@ -95,16 +95,18 @@ def _each(
     load: tuple[int, int],
     microbatches: tuple[int, ...],
     backends: tuple[Backend, ...] = (Backend.TORCH,),
+    precision: Precision = Precision.BF16,
     **layout: Any,
 ) -> Iterator[Case]:
     """Yield a case for each number of micro-batches and each backend. load: sequence length and sequences of a step."""
     seq, batch = load
     for m in microbatches:
         x = Layout(micro_batch=batch // (m * layout.get("dp", 1)), **layout)
-        yield from (Case(family, model, seq, batch, x, backend) for backend in backends)
+        yield from (Case(family, model, seq, batch, x, backend, precision) for backend in backends)
 
 
 BOTH = (Backend.TORCH, Backend.TE)
+NARROW: dict[str, Any] = {"backends": (Backend.TE,), "precision": Precision.FP8}
 LLAMA_8B, SHORT = "llama_8b(layers=24)", (2048, 8)
 COPIES: dict[str, Any] = {"dp": 2, "shard": "optimizer"}  # with the distributed optimizer
 CASES = (
@@ -128,12 +130,19 @@ CASES = (
     *_each("Mistral", "mistral_7b", (8192, 4), (2,)),
     *_each("Gemma 3", "gemma3_4b", (4096, 8), (4, 8)),
     *_each("Mamba-2", "mamba2_1b", (4096, 4), (1, 4)),
+    # Products in fp8.
+    *_each("Llama 8B", "llama_8b(layers=4, vocab=32000)", (8192, 4), (1, 4), **NARROW),
+    *_each("Llama 70B", "llama_70b", (4096, 4), (4,), **NARROW),
+    *_each("GPT-3", "gpt3-1-3b", (2048, 16), (2, 8), **NARROW),
+    *_each("Llama 1B", "llama_1b3", (2048, 16), (4,), **NARROW),
     # Two GPUs: copies, sharded weights, tensor, pipeline, context and expert parallelism.
     *_each("Llama 1B", "llama3-1b", (4096, 16), (2,), **COPIES),
     *_each("Llama 1B", "llama3-1b", (4096, 16), (4,), pp=2, vpp=2),
     *_each("Llama 8B", "llama_8b(layers=8)", (8192, 16), (4,), **COPIES),
     *_each("Llama 8B", "llama_8b(layers=8)", (8192, 8), (8,), tp=2, sequence_parallel=True),
     *_each("Llama 8B", "llama_8b(layers=8)", (8192, 8), (8,), BOTH, cp=2, shard="optimizer"),
+    *_each("Llama 8B", "llama_8b(layers=8)", (8192, 8), (8,), **NARROW, tp=2, sequence_parallel=True),
+    *_each("Llama 8B", "llama_8b(layers=8)", (8192, 8), (8,), **NARROW, cp=2, shard="optimizer"),
     *_each("Llama 8B", LLAMA_8B, SHORT, (1, 2, 4), dp=2, shard="weights"),
     *_each("Llama 8B", LLAMA_8B, SHORT, (4,), dp=2, shard="gradients"),
     *_each("Llama 8B", "llama3-8b", SHORT, (1,), dp=2, shard="weights", recompute="full", recompute_layers=29),

@@ -23,6 +23,11 @@ def small() -> Model:
     return gpt("small", layers=8, heads=8, embed=512)
 
 
+def llama_300m() -> Model:
+    """Return a Llama of 300 M parameters that reads bytes, to train in fp8 and in bf16."""
+    return llama("llama-300m", layers=24, heads=16, kv_heads=16, embed=1024, ff=2816, vocab=256)
+
+
 def llama_1b3() -> Model:
     return llama("llama-1.3b", layers=24, heads=16, kv_heads=16, embed=2048, ff=5632, vocab=51200)
 

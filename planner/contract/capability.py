@@ -190,8 +190,11 @@ class Capability:
         engine, kind = NO_PARTS, module_kind(node.op)
         if module and self.engine and kind is not None:
             engine = engine_parts(kind.engine, node, split, precision)
+        grouped = module and self._groups_experts(node, split, precision)
+        if grouped and not self.all_modules:  # one kernel of torch is faster than Transformer Engine's for each expert
+            engine -= {EnginePart.EXPERTS}
         by_engine = EnginePart.EXPERTS in engine
-        grouped = by_engine or (module and self._groups_experts(node, split, precision))
+        grouped |= by_engine
         fused = AttentionKernel.TRANSFORMER_ENGINE if EnginePart.ATTENTION in engine else None
         values = (step.value for step in program(node).steps if step.value.op.work_kind.is_core)
         return Execution(
@@ -273,17 +276,23 @@ def is_plain_attention(op: Op) -> bool:
 
 
 def assumed_environment(
-    runtime: Runtime, device: str, experts: bool = True, other_attention: bool = True
+    runtime: Runtime,
+    device: str,
+    experts: bool = True,
+    other_attention: bool = True,
+    precision: Precision = Precision.BF16,
 ) -> Environment:
     """Return the environment that a plan assumes for a model.
 
-    experts: the model has experts. other_attention: it has attention with windows, biases, soft caps or sinks.
+    experts: the model has experts. other_attention: it has attention with windows, biases, soft caps or sinks. Products
+    of 8 bits are Transformer Engine's.
     """
     if runtime is Runtime.MEGATRON:
         return Environment(device=device, torch="", backends=(TRANSFORMER_ENGINE,))
     grouped = experts and device not in WITHOUT_GROUPED_GEMM
     flex = other_attention and device not in WITHOUT_FLEX_ATTENTION
     backends = (GROUPED_GEMM,) * grouped + (FLEX_ATTENTION,) * flex + (ADDED_GRADIENTS,) * (device != "CPU")
+    backends += (TRANSFORMER_ENGINE,) * precision.narrow
     return Environment(device=device, torch="", backends=backends)
 
 
@@ -310,9 +319,9 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
             adds_gradients=True,
         )
     compiles = environment.device != "CPU"  # there the runtime does not use torch.compile
+    engine = TRANSFORMER_ENGINE in environment.backends  # megatron-core has fp8 only with it
     return Capability(
-        # megatron-core has the other precisions only with Transformer Engine.
-        precisions=(Precision.FP32, Precision.BF16, Precision.FP16),
+        precisions=(Precision.FP32, Precision.BF16, Precision.FP16, *([Precision.FP8] if engine else [])),
         microbatch_overlaps=OverlapSet(),  # these need Transformer Engine, or megatron-core's own GPTModel
         fused_attention=AttentionKernel.TORCH,
         all_modules=False,
@@ -321,7 +330,7 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
         scan=ScanKernel.COMPILED_CHUNKS if compiles else ScanKernel.CHUNKS,
         convolution=ConvolutionKernel.COMPILED if compiles else ConvolutionKernel.SEPARATE,
         grouped_gemm=GROUPED_GEMM in environment.backends,
-        engine=TRANSFORMER_ENGINE in environment.backends,
+        engine=engine,
         adds_gradients=ADDED_GRADIENTS in environment.backends,
     )
 

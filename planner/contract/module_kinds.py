@@ -274,7 +274,8 @@ def _of_mixture(op: MoE) -> Iterator[Parameter]:
     yield from (evolve(p.inside("", "experts"), of_expert=True) for p in module_parameters(op.expert))
 
 
-_ATTENTION, _EXPERTS = frozenset({EnginePart.ATTENTION}), frozenset({EnginePart.EXPERTS})
+_ATTENTION, _LINEAR = frozenset({EnginePart.ATTENTION, EnginePart.LINEAR}), frozenset({EnginePart.LINEAR})
+_EXPERTS = frozenset({EnginePart.EXPERTS})
 MODULES: Mapping[type[Op], ModuleKind] = MappingProxyType(
     {
         row.op: row
@@ -289,10 +290,10 @@ MODULES: Mapping[type[Op], ModuleKind] = MappingProxyType(
             ModuleKind(Attention, Role.ATTENTION, _is_megatron_attention, _of_attention, _ATTENTION),
             ModuleKind(MLA, Role.ATTENTION, None, None, NO_PARTS),
             ModuleKind(CrossAttention, Role.CROSS_ATTENTION, None, _of_attention, NO_PARTS),
-            ModuleKind(MLP, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp, NO_PARTS),
-            ModuleKind(SwiGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp, NO_PARTS),
-            ModuleKind(GeGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp, NO_PARTS),
-            ModuleKind(ClampedGLU, None, _is_megatron_mlp, _of_mlp, NO_PARTS),
+            ModuleKind(MLP, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp, _LINEAR),
+            ModuleKind(SwiGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp, _LINEAR),
+            ModuleKind(GeGLU, Role.FEED_FORWARD, _is_megatron_mlp, _of_mlp, _LINEAR),
+            ModuleKind(ClampedGLU, None, _is_megatron_mlp, _of_mlp, _LINEAR),
             ModuleKind(MoE, Role.FEED_FORWARD, _is_megatron_mixture, _of_mixture, _EXPERTS),
         )
     }

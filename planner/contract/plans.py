@@ -68,7 +68,8 @@ class Plan:
     reasons: tuple[str, ...]  # why this layout, in sentences
     runtime: Runtime = Runtime.MEGALOOM  # the program that the prediction is for
     environment: Environment = Factory(
-        lambda self: assumed_environment(self.runtime, self.cluster.device.name), takes_self=True
+        lambda self: assumed_environment(self.runtime, self.cluster.device.name, precision=self.workload.precision),
+        takes_self=True,
     )
     """Device, torch and optional kernels for which the costs hold."""
     lora: LoRA | None = None  # adapters that were added to the declared model

@@ -48,7 +48,8 @@ class Job:
     def capability(self) -> Capability:
         """Return what the runtime can do on these devices. Profiles of published runs are of Megatron's kind."""
         runtime = Runtime.MEGALOOM if self.profile is OWN else Runtime.MEGATRON
-        found = capability(runtime, assumed_environment(runtime, self.cluster.device.name))
+        precision, name = self.workload.precision, self.cluster.device.name
+        found = capability(runtime, assumed_environment(runtime, name, precision=precision))
         found = evolve(found, adds_gradients=found.adds_gradients and self.profile.kernels.wgrad_fusion)
         return found if self.profile.attention.fused else evolve(found, fused_attention=AttentionKernel.STORED_SCORES)
 

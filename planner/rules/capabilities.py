@@ -25,9 +25,11 @@ from megaloom.dsl.node import primitives
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.capability import assumed_environment, capability
-from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Module
 from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.engine_parts import NARROW_ROWS, EnginePart
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.module_kinds import Role, module_kind
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
 from .export_rules import export_violations
@@ -106,8 +108,45 @@ def unrouted_experts(graph: Graph) -> Node | None:
     return None
 
 
+def _precision_refusal(case: Case[L]) -> Words | None:
+    assert isinstance(case.layout, Layout), "rules of the runtime look at one layout"
+    if case.workload.precision is not Precision.FP8:
+        return None if case.workload.precision in TRAINED else precision_refusal(case.workload)
+    other = _layer_without_fp8(case.graph, case.layout.split)
+    if other is not None:
+        return f"the runtime has no fp8 for {other.name} ({type(other.op).__name__})", "use --precision bf16"
+    modules = [m for m in case.layout.recomputed_modules if m != Module.CORE_ATTN]
+    if modules:
+        return f"the runtime does not recompute {' '.join(modules)} in fp8", f"recompute {Module.CORE_ATTN} or in full"
+    x, seq = case.layout, case.workload.seq
+    tokens = x.micro_batch * seq // (x.cp * x.tp if x.sequence_parallel else x.cp)
+    if tokens % NARROW_ROWS:
+        return (
+            f"{tokens:,} tokens of a micro-batch on a device are no multiple of {NARROW_ROWS}",
+            "use --precision bf16",
+        )
+    if case.layout.fsdp:
+        return f"the runtime does not train in fp8 with --shard {case.layout.shard}", "use --shard optimizer"
+    return None
+
+
+@lru_cache(maxsize=256)
+def _layer_without_fp8(graph: Graph, split: Split) -> Node | None:
+    """Return the first layer in a block whose linear layers Transformer Engine does not compute in fp8; None if none.
+
+    Tables, norms and logits stay in bf16.
+    """
+    wide = Role.EMBEDDING, Role.POSITIONS, Role.LOGITS, Role.NORM
+    own = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, "", precision=Precision.FP8))
+    for nodes in _nodes_by_program(graph):
+        kind, engine = module_kind(nodes[0].op), own.execution(nodes[0], split, Precision.FP8).engine
+        if nodes[0].weights and EnginePart.LINEAR not in engine and (kind is None or kind.role not in wide):
+            return nodes[0]
+    return None
+
+
 def _precision(case: Case[L]) -> Truth:
-    return case.workload.precision in TRAINED
+    return _precision_refusal(case) is None
 
 
 def precision_refusal(workload: Workload) -> Words:
@@ -116,7 +155,7 @@ def precision_refusal(workload: Workload) -> Words:
 
 
 def _precision_text(case: Case[Layout]) -> Words:
-    return precision_refusal(case.workload)
+    return _precision_refusal(case) or ("", "")
 
 
 def _loss(case: Case[L]) -> Truth:
@@ -222,10 +261,12 @@ RUNTIME_RULES = (
     ),
     Rule(
         id="runtime-precision",
-        sentence=f"The runtime trains in {TRAINED_TEXT}.",
+        sentence=f"The runtime trains in {TRAINED_TEXT}; in fp8 by Transformer Engine, if all blocks consist of "
+        "attention and MLPs, without sharded weights, and without recompute of modules other than core_attn.",
         fix=f"use {TRAINED_TEXT}, or export the plan",
         owner=Owner.RUNTIME,
-        source="megatron-core has the other precisions only with Transformer Engine",
+        source="megatron-core has the other precisions only with Transformer Engine; experts and other layers in fp8 "
+        "have not been shown to be right",
         holds=_precision,
         explain=_precision_text,
     ),

@@ -150,6 +150,6 @@ def plan_of(run: TrainingRun, cluster: Cluster, priced: Priced) -> Plan:
         predicted=priced.prediction,
         reasons=(),
         runtime=run.runtime,
-        environment=assumed_environment(run.runtime, cluster.device.name, experts, flex),
+        environment=assumed_environment(run.runtime, cluster.device.name, experts, flex, run.workload.precision),
         lora=None if run.own is None else run.own.lora,
     )

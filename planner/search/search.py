@@ -108,7 +108,7 @@ def plan(
     gains = () if gap is not None else sharding_gains(best, simulated, solver.examined, pricer, chosen)
     identity, experts = fingerprint(model), model_requirements(graph(model)).experts
     flex = needs_flex_attention(graph(model).nodes)
-    environment = assumed_environment(runtime, cluster.device.name, experts, flex)
+    environment = assumed_environment(runtime, cluster.device.name, experts, flex, workload.precision)
 
     def plan_of(priced: Priced, reasons: tuple[str, ...]) -> Plan:
         own = runtime is Runtime.MEGALOOM

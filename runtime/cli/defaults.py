@@ -6,5 +6,5 @@ from megaloom.runtime.generation.settings import GenerationSettings
 
 DEFAULT_MODEL = "stdlib-gpt"
 DEFAULT_GENERATION = GenerationSettings()
-TrainedPrecision = Literal["fp32", "bf16", "fp16"]
+TrainedPrecision = Literal["fp32", "bf16", "fp16", "fp8"]
 """Precisions in which the runtime trains, without the import of its capability."""

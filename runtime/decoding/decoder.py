@@ -64,7 +64,7 @@ class Decoder:
             node = DecodingNode.of(n, context, context.execution(n), graph)
             BuiltNode(n, node.body, groups).fill(lambda slot, i: given_weight(slot, weights, i))
             nodes.append(node)
-        return cls(graph, bounds, groups, tuple(nodes), DTYPES[precision], last_position)
+        return cls(graph, bounds, groups, tuple(nodes), DTYPES[precision.wide], last_position)
 
     def prefill(self, tokens: Tensor, source: Tensor | None) -> tuple[Tensor | None, DecodingState]:
         """Return the logits after prompts [rows, tokens] of one length, and their state.
@@ -186,7 +186,7 @@ def _context(groups: ProcessGroups, precision: Precision) -> BuildContext:
         "hidden_size": groups.layout.tp,
         "num_attention_heads": groups.layout.tp,
         "tensor_model_parallel_size": groups.layout.tp,
-        "params_dtype": DTYPES[precision],
+        "params_dtype": DTYPES[precision.wide],
         "cuda_graph_scope": [],  # the default prints a deprecation warning
     }
     return BuildContext(groups, fields, seq=1, precision=precision)

@@ -29,6 +29,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.kernels import zigzag_part
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.stage_communicator import StageCommunicator
+from megaloom.runtime.modules.engine import cast_weights_anew
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import SharedGradients
 from megaloom.runtime.modules.stage_boundary import StageBoundary
@@ -119,6 +120,7 @@ class PipelineRun:
         feeds = [iter(feed) for _ in self.chunks]  # each chunk has its own iterator over all
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device.current())
         self.returned = []
+        cast_weights_anew(self.chunks)
         with _inside():
             sums = get_forward_backward_func()(
                 forward_step_func=forward_step,

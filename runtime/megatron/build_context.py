@@ -101,7 +101,7 @@ def make_build_context(
 def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:
     """Return the fields of TransformerConfig that a layout sets for all modules and for the schedules."""
     dtype, hidden = (
-        DTYPES[workload.precision],
+        DTYPES[workload.precision.wide],
         max(graph.hidden_sizes, default=1),
     )
     mixtures = [n.op for n in graph.nodes if isinstance(n.op, MoE)]

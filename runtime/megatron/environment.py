@@ -22,6 +22,7 @@ from . import device
 FLEX_ATTENTION_DEVICE = 8  # least major compute capability that Triton compiles FlexAttention for
 FLEX_ATTENTION_TORCH = TorchVersion("2.6")  # the first that has gradients of biases
 ENGINE_DEVICE = 8  # least major compute capability of Transformer Engine's fused attention
+FP8_DEVICE = 8, 9  # least compute capability with products in fp8
 ENGINE_MODULES = ("transformer_engine", "transformer_engine_torch")  # the second is its compiled half
 GROUPED_GEMM_DEVICES = (9, 10)  # major compute capabilities for which torch has one kernel, and not a loop of them
 
@@ -46,6 +47,11 @@ def current_environment() -> Environment:
 def engine_is_installed() -> bool:
     """Return whether Transformer Engine for torch is installed, without importing it."""
     return all(find_spec(name) for name in ENGINE_MODULES)
+
+
+def multiplies_fp8() -> bool:
+    """Return whether the devices of this process have matrix products in fp8."""
+    return device.gpu_count() > 0 and torch.cuda.get_device_capability() >= FP8_DEVICE
 
 
 def building_environment(assumed: Environment | None = None) -> Environment:

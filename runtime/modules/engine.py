@@ -7,6 +7,7 @@ Engine is imported when a module is built by it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,44 @@ def engine_attention() -> Any:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     return TEDotProductAttention
+
+
+@cache
+def narrow_linears() -> tuple[type[nn.Module], type[nn.Module]]:
+    """Return the classes of column- and row-parallel linear layers whose products are in fp8, with one scale a tensor.
+
+    Weights stay in bf16: each step casts them once for all its micro-batches. The context is entered by each layer, so
+    layers that the backward pass recomputes compute in fp8 too.
+    """
+    import transformer_engine.pytorch as te
+    from megatron.core.extensions import transformer_engine as extensions
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    recipe = Float8CurrentScaling()
+
+    class Column(extensions.TEColumnParallelLinear):  # type: ignore[misc]  # it has no types
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            with te.autocast(enabled=True, recipe=recipe):
+                return super().forward(x)  # type: ignore[no-any-return]
+
+    class Row(extensions.TERowParallelLinear):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            with te.autocast(enabled=True, recipe=recipe):
+                return super().forward(x)  # type: ignore[no-any-return]
+
+    return Column, Row
+
+
+def cast_weights_anew(chunks: Sequence[nn.Module]) -> None:
+    """Let each layer in fp8 cast its weights in its next forward pass; the passes after it use that cast.
+
+    megatron-core's schedules do so only where its configuration, which other layers read too, has fp8. Without it a run
+    trains on the casts of its first weights.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "is_first_microbatch"):
+                module.is_first_microbatch = True
 
 
 class GroupedLayers:

@@ -43,6 +43,11 @@ rope_utils.fused_apply_rotary_pos_emb = fused.apply_rope  # instead of Transform
 LINEARS = mlp.MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
+def linear_classes(context: BuildContext) -> tuple[type[nn.Module], type[nn.Module]]:
+    """Return the classes of column- and row-parallel linear layers of a node's module."""
+    return engine.narrow_linears() if EnginePart.LINEAR in context.engine else (ColumnParallelLinear, RowParallelLinear)
+
+
 class Embedding(VocabParallelEmbedding):
     """Maps token ids [batch, seq] to hidden states. The table is padded as the plan says."""
 
@@ -155,9 +160,8 @@ class SelfAttention(attention.SelfAttention):
     ) -> None:
         # megatron-core 0.18 and later make Transformer Engine's norms of queries and keys unless there are others.
         core = engine.engine_attention() if EnginePart.ATTENTION in context.engine else CoreAttention
-        parts = attention.SelfAttentionSubmodules(
-            ColumnParallelLinear, core, RowParallelLinear, q_layernorm=IdentityOp, k_layernorm=IdentityOp
-        )
+        column, row = linear_classes(context)
+        parts = attention.SelfAttentionSubmodules(column, core, row, q_layernorm=IdentityOp, k_layernorm=IdentityOp)
         mask = AttnMaskType.causal if op.causal else AttnMaskType.no_mask
         super().__init__(config, parts, 1, mask, pg_collection=context.groups.collection)
         self.q_layernorm, self.k_layernorm = norms or (None, None)
@@ -189,7 +193,9 @@ class FeedForward(mlp.MLP):
     """megatron-core's MLP, with biases added."""
 
     def __init__(self, context: BuildContext, config: TransformerConfig) -> None:
-        super().__init__(config, LINEARS, ffn_hidden_size=config.ffn_hidden_size, tp_group=context.groups.collection.tp)
+        column, row = linear_classes(context)
+        linears = mlp.MLPSubmodules(linear_fc1=column, linear_fc2=row)
+        super().__init__(config, linears, ffn_hidden_size=config.ffn_hidden_size, tp_group=context.groups.collection.tp)
 
     def forward(self, x: Tensor) -> Tensor:
         y, bias = super().forward(x)

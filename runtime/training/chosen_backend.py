@@ -18,15 +18,20 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Backend, Precision, Runtime
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.environment import current_environment, engine_is_installed
+from megaloom.runtime.megatron.environment import current_environment, engine_is_installed, multiplies_fp8
 
 
 def with_backend(plan: Plan, backend: Backend) -> Plan:
     """Return the plan with the environment in which a run with this option builds its layers.
 
-    AUTO takes Transformer Engine where it can compute. Raise UserError if TE is asked for where it cannot.
+    AUTO takes Transformer Engine where it can compute. Raise UserError if TE is asked for where it cannot, or if it
+    must not compute where torch cannot.
     """
-    refusal = engine_refusal(plan.workload.precision, plan.layout)
+    precision = plan.workload.precision
+    refusal = engine_refusal(precision, plan.layout)
+    if precision.narrow and (refusal or backend is Backend.TORCH):
+        why = refusal or "torch has no linear layers in fp8, and --backend torch leaves Transformer Engine out"
+        raise UserError(f"--precision {precision}: {why}\nuse --precision bf16{'' if refusal else ', or --backend te'}")
     if refusal and backend is Backend.TE:
         raise UserError(f"--backend te: {refusal}\nuse --backend auto or torch")
     used = not refusal and backend is not Backend.TORCH
@@ -46,6 +51,8 @@ def engine_refusal(precision: Precision, layout: Layout) -> str:
         return "Transformer Engine needs a CUDA device, and this machine has none"
     if not engine_is_installed():
         return "Transformer Engine is not installed"
+    if precision.narrow and not multiplies_fp8():
+        return f"{current_environment().device} has no products in fp8, which devices have since Hopper and Ada"
     if TRANSFORMER_ENGINE not in current_environment().backends:
         return f"Transformer Engine's fused attention needs a newer device than {current_environment().device}"
     return ""
@@ -54,7 +61,8 @@ def engine_refusal(precision: Precision, layout: Layout) -> str:
 def backend_note(plan: Plan, graph: Graph) -> str:
     """Return a line on which parts of a model Transformer Engine computes; empty on a CPU.
 
-    plan: that of a run, with its backend. Too few runs with Transformer Engine have been measured to price it apart.
+    plan: that of a run, with its backend. Of Transformer Engine only products in fp8 have a price of their own: too few
+    other runs have been measured.
     """
     if not device.gpu_count():
         return ""
@@ -62,7 +70,7 @@ def backend_note(plan: Plan, graph: Graph) -> str:
         return "backend: torch"
     found = set(_parts(plan, graph))
     names = ", ".join(part.value for part in EnginePart if part in found) or "no part of this model"
-    priced = "; the plan's step time is that of torch" if found else ""
+    priced = "; the plan's step time is that of torch" if found and not plan.workload.precision.narrow else ""
     return f"backend: {TRANSFORMER_ENGINE}{_version()} for {names}; torch for the rest{priced}"
 
 

@@ -80,7 +80,7 @@ def _convert_run(run: Path, asked: Written, *, averaged: bool) -> None:
     checkpoint = newest_intact(run, fingerprint=plan.fingerprint)
     if checkpoint is None:
         raise no_checkpoint(run)
-    dtype = DTYPES[plan.workload.precision if precision is None else precision]
+    dtype = DTYPES[plan.workload.precision.wide if precision is None else precision]
     weights = checkpoint_weights(graph(model), checkpoint, averaged=averaged)
     base = model.without_adapters
     if to == "megatron":

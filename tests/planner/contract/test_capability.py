@@ -113,7 +113,7 @@ RING = Split(cp=2)
         (LATENT, RING, set()),
         (MoE(SwiGLU(2**19), experts=8, top_k=2), WHOLE, {"EXPERTS"}),
         (MoE(SwiGLU(2**19), experts=8, top_k=2), Split(ep=8, cp=2), {"EXPERTS"}),
-        (MoE(MLP(96, bias=True), experts=8, top_k=2), WHOLE, {"EXPERTS"}),
+        (MoE(MLP(96, bias=True), experts=8, top_k=2), WHOLE, set()),  # small: torch has one kernel for all of them
         (MoE(SwiGLU(96), experts=8, top_k=2), Split(etp=2), set()),
         (SwiGLU(96), WHOLE, set()),
         (RMSNorm(), WHOLE, set()),
@@ -199,7 +199,7 @@ def test_layers_whose_products_add_gradients(layer: Layer, adds: bool) -> None:
     assert not execution(ON_CPU, layer).adds_gradients
 
 
-@pytest.mark.parametrize(("backend", "ff", "adds"), [("torch", 96, False), ("torch", 2**19, True), ("te", 96, True)])
+@pytest.mark.parametrize(("backend", "ff", "adds"), [("torch", 96, False), ("torch", 2**19, True), ("te", 2**19, True)])
 def test_a_grouped_product_of_torch_adds_to_nothing(backend: str, ff: int, adds: bool) -> None:
     """The products of a mixture's shared expert add all the same."""
     node = node_of(MoE(MLP(ff), experts=8, top_k=2, shared=MLP(64)))

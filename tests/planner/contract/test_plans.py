@@ -22,7 +22,7 @@ from megaloom.planner.contract.plan_json import load, plan_from_json, plan_to_js
 from megaloom.planner.contract.plan_validation import MEMORY_HOLDERS
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import PLAN_VERSION, Plan, PlanError, Prediction, Stage, plan_command
-from megaloom.planner.contract.workload import Workload
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.rules.plan_check import check_plan
@@ -64,7 +64,8 @@ def plans(draw: st.DrawFn) -> Plan:
     machine = cluster(f"1x{draw(st.sampled_from(sorted(PRESETS)))}")
     parts = draw(st.dictionaries(words, seconds, max_size=4).filter(lambda message: sum(message.values()) > 1e-9))
     step, shares = sum(parts.values()), st.floats(0.01, 1.0)
-    work = Workload(seq=draw(counts), batch=draw(counts), precision=draw(st.sampled_from(sorted(machine.device.flops))))
+    precisions = st.sampled_from(sorted(machine.device.flops))
+    work = Workload(seq=draw(counts), batch=draw(counts), precision=Precision(draw(precisions)))
     mfu = draw(shares)
     predicted = Prediction(
         step_seconds=step,

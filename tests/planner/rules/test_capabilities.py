@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.dsl import (
     MLA,
@@ -196,13 +196,31 @@ def test_the_runtime_has_these_limits() -> None:
     assert tuple(DTYPES) == TRAINED
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "seq", "reason"),
+    [
+        ("llama3-8b", Layout(tp=2, sequence_parallel=True), 4096, ""),
+        ("gpt2", Layout(), 1024, ""),
+        ("mixtral-8x7b", Layout(), 4096, "no fp8 for"),
+        ("mamba2-1.3b", Layout(), 4096, "no fp8 for"),
+        ("llama3-8b", Layout(dp=2, shard="weights"), 4096, "--shard weights"),
+        ("llama3-8b", Layout(recompute="selective", recompute_modules=("mlp",)), 4096, "recompute mlp in fp8"),
+        ("llama3-8b", Layout(), 4097, "no multiple of 16"),
+    ],
+)
+def test_fp8_of_the_runtime(name: str, layout: Layout, seq: int, reason: str) -> None:
+    work = evolve(WORK, precision=Precision.FP8, seq=seq)
+    found = runtime_violations(layout, graph(example(name)), work, cluster(f"{layout.world}xH100"))
+    assert [v.rule for v in found] == ["runtime-precision"] * bool(reason) and all(reason in v.message for v in found)
+
+
 def test_a_plan_that_the_runtime_does_not_run_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["gpt2", "--gpus", "1xH100", "--precision", "fp8", "-o", str(tmp_path / "plan.json")]
+    arguments = ["gpt2", "--gpus", "1xB200", "--precision", "mxfp8", "-o", str(tmp_path / "plan.json")]
     assert main(arguments) == 0
     output = capsys.readouterr().out
-    assert "cannot run this plan: the runtime does not train in fp8 [runtime-precision]" in output
+    assert "cannot run this plan: the runtime does not train in mxfp8 [runtime-precision]" in output
     assert "Next: megaloom export " in output
-    assert output.endswith("(our own runtime cannot run it: the runtime does not train in fp8)\n")
+    assert output.endswith("(our own runtime cannot run it: the runtime does not train in mxfp8)\n")
     assert main([*arguments, "--lint", "--dp", "1"]) == 0
     assert "[runtime-precision]" in capsys.readouterr().out
 

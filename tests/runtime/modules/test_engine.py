@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training import verify
+from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
 
 
@@ -75,3 +78,36 @@ def test_a_grouped_layer_multiplies_by_the_weights_of_the_experts(name: str, lay
     comparison = verify.Comparison(grouped, one, 1e-6)
     assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"
     assert names == same and any("local_experts" in x for x in names)
+
+
+def casts(plan: Plan) -> list[list[bool]]:
+    """On each rank: for one layer of each chunk, whether it would cast its weights, in each forward pass of two steps.
+
+    Transformer Engine's layers, which need a GPU, cast if the attribute is true, and use that cast while it is false.
+    """
+    from megaloom.runtime.engine.engine import Engine
+
+    def note(module: Any, _: Any) -> None:
+        noted[module].append(module.is_first_microbatch)
+        module.is_first_microbatch = False
+
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    engine = Engine.build(plan, planned_model(plan), Recipe(steps=10))
+    noted: dict[Any, list[bool]] = {}
+    for chunk in engine.model_chunks:
+        layer: Any = next(module for module in chunk.modules() if isinstance(module, ColumnParallelLinear))
+        layer.is_first_microbatch, noted[layer] = False, []
+        layer.register_forward_pre_hook(note)
+    for step in range(2):
+        engine.step(lambda i, step=step: next_token(random_text(8 * step + i, 127, 32)))
+    return list(noted.values())
+
+
+def test_weights_are_cast_once_a_step(plan_of: Any) -> None:
+    """A cast that is kept for longer is of weights that the optimizer has changed since."""
+    for found in launcher.run(casts, (plan_of("tiny_gpt", Layout(pp=2, vpp=2)),), 2, timeout=LIMIT):
+        assert len(found) == 2
+        for flags in found:
+            count = len(flags) // 2
+            assert count > 1 and flags == [True, *[False] * (count - 1)] * 2

@@ -70,6 +70,20 @@ def test_other_precisions_are_torchs(precision: str, reason: str, plan_of: Any) 
 
 
 @pytest.mark.usefixtures("with_engine")
+def test_fp8_needs_the_engine(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = evolve(plan_of("tiny_gpt", Layout()))
+    plan = evolve(plan, workload=evolve(plan.workload, precision=Precision.FP8))
+    monkeypatch.setattr(chosen_backend, "multiplies_fp8", lambda: False)
+    with pytest.raises(UserError, match=r"--precision fp8: .* has no products in fp8"):
+        with_backend(plan, Backend.AUTO)
+    monkeypatch.setattr(chosen_backend, "multiplies_fp8", lambda: True)
+    assert uses_engine(with_backend(plan, Backend.AUTO))
+    assert "linear layers in fp8" in backend_note(with_backend(plan, Backend.TE), graph(planned_model(plan)))
+    with pytest.raises(UserError, match="torch has no linear layers in fp8"):
+        with_backend(plan, Backend.TORCH)
+
+
+@pytest.mark.usefixtures("with_engine")
 def test_sharded_weights_are_torchs(plan_of: Any) -> None:
     plan = bf16(plan_of("tiny_mixtral", Layout(dp=2, shard="weights")))
     assert not uses_engine(with_backend(plan, Backend.AUTO))
