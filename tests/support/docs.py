@@ -25,6 +25,7 @@ from textwrap import dedent
 
 from tests.support import ops_page
 from tests.support.coming_from import sections
+from tests.support.parity import nccl_rows
 from tests.support.paths import ROOT
 from tests.support.recommended_table import recommended_table
 
@@ -311,6 +312,12 @@ def _map() -> str:
     return "\n".join(lines)
 
 
+def _nccl_table() -> str:
+    rows = nccl_rows.read(ROOT / "benchmarks" / "data" / "nccl_table.jsonl")
+    layouts = "DP2", "DP2 optimizer", "DP2 gradients", "DP2 weights", "TP2 SP", "PP2 VPP2", "CP2", "EP2"
+    return nccl_rows.report(rows, layouts)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "recommended": recommended_table,
     "own_layer": _own_layer,
@@ -328,6 +335,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "python_api": _python_api,
     "devices": _devices,
     "map": _map,
+    "nccl_table": _nccl_table,
     "ops": ops_page.ops,
     "functions": ops_page.functions,
     "sharded_dims": ops_page.sharded_dims,
