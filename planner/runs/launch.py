@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -9,8 +10,9 @@ from pathlib import PurePath
 from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.quoting import shortened
 
-from .run import Devices
+from .run import Devices, Note
 from .words import Command, Origin, Script, Word
 
 # Flags that hardly any program but Megatron-LM has; a training command has several of them.
@@ -54,6 +56,9 @@ OTHER_PROGRAMS = {
 USUAL_PROGRAM = "pretrain_gpt.py"
 MACHINES = ("nnodes", "num_nodes", "nodes")
 PER_MACHINE = ("nproc_per_node", "num_gpus", "gpus_per_node", "ntasks_per_node")
+_SETTING = re.compile(r"\+{0,2}[a-z_]+(\.[a-z_]+)+=")
+MOST_DIGITS = 7  # of a number of machines or processes
+OF_SLURM = ("nodes", "gpus_per_node", "ntasks_per_node", "gpus", "ntasks")
 
 
 @frozen
@@ -76,6 +81,17 @@ def training_commands(script: Script) -> Iterator[Launch]:
                 if has_marks(after):
                     yield Launch(words[:i], word, after, command)
                     break
+
+
+def check_first_words(script: Script) -> None:
+    """Raise UserError for a command that begins with an option: the command before it has lost a part."""
+    for command in script.commands:
+        first = command.words[0] if command.words else None
+        if first and (first.text.startswith("--") or _SETTING.match(first.text)):
+            raise UserError(
+                f"{first.origin}: a command begins with an option, at which bash fails\n"
+                "the line before it may lack its backslash, or have something behind it"
+            )
 
 
 def started_by(command: Command) -> Launch:
@@ -132,13 +148,27 @@ def _split(words: Sequence[Word]) -> Iterator[Word]:
         yield word
 
 
+def unread_counts(launch: Launch, sbatch: Mapping[str, Word]) -> Iterator[Note]:
+    """Yield the numbers of machines and processes that are stated and not known, each with the reason."""
+    options, slurm = _options(launch.before), {name.replace("-", "_"): word for name, word in sbatch.items()}
+    stated = [(name, options[name]) for name in (*MACHINES, *PER_MACHINE) if name in options]
+    stated += [(name, slurm[name]) for name in OF_SLURM if name in slurm]
+    for name, word in stated:
+        if _number(word) is None:
+            causes = " and ".join(f"{one.kind} {one.name}" for one in word.unknown)
+            why = f"depends on {causes}" if causes else f"must be a whole number from 1, got {shortened(word.text, 20)}"
+            yield Note(f"the number --{name.replace('_', '-')} {why}", word.origin)
+
+
 def launched_devices(launch: Launch, sbatch: Mapping[str, Word]) -> Devices | None:
-    """Return the devices that a launcher and Slurm's options state; None if they do not."""
+    """Return the devices that a launcher and Slurm's options state; None if they do not, or not as whole numbers."""
     options, slurm = _options(launch.before), {name.replace("-", "_"): word for name, word in sbatch.items()}
     if (world := launch.command.environment.get("WORLD_SIZE")) and (count := _number(world)):
         return Devices(count, None, world.origin)
     each = _first(options, PER_MACHINE) or _first(slurm, ("gpus_per_node", "ntasks_per_node"))
     machines = _first(options, MACHINES) or _first(slurm, ("nodes",))
+    if machines is None and ({*MACHINES} & options.keys() or "nodes" in slurm):
+        return None
     if each is None:
         total = _first(slurm, ("gpus", "ntasks"))
         return Devices(total[0], None, total[1]) if total else None
@@ -172,4 +202,5 @@ def _first(options: Mapping[str, Word], names: Sequence[str]) -> tuple[int, Orig
 def _number(word: Word) -> int | None:
     """Return the number at the end of a word: of 8, h100:8, or 1:4 (torchrun's range); None if it has none."""
     digits = word.text.rpartition(":")[2].partition("(")[0].strip()
-    return int(digits) if digits.isdigit() and not word.unknown else None
+    number = int(digits) if digits.isdecimal() and len(digits) <= MOST_DIGITS and not word.unknown else 0
+    return number or None

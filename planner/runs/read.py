@@ -13,7 +13,17 @@ from megaloom.dsl.quoting import shortened
 from .argument_file import argument_words, is_argument_file
 from .choice import chosen_launch, no_launch
 from .deepspeed_file import deepspeed_words
-from .launch import USUAL_PROGRAM, Launch, check_program, launched_devices, started_by, training_commands
+from .launch import (
+    USUAL_PROGRAM,
+    Launch,
+    check_first_words,
+    check_program,
+    launched_devices,
+    started_by,
+    training_commands,
+    unread_counts,
+)
+from .launcher_options import unknown_options
 from .megatron.log import is_log, read_log
 from .megatron.parser import parse_words, table
 from .megatron.read import ArgumentSource, Hints, read_run
@@ -132,14 +142,15 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
             raise UserError(f"{name.origin}: {settings.framework} trains {name.text}, of which the sizes are not known")
         settings = evolve(settings, words=(*model.words(name), *settings.words))
         assumed += f"; the sizes of {name.text} as it was published"
-    run = _of_script(settings.script(path), path, evolve(given, command=None))
+    run = _of_script(settings.script(path), path, evolve(given, command=None), of_settings=True)
     defaults = run.defaults or f"{run.program} {run.version}".strip()
     run = evolve(run, program=settings.framework, version=settings.version, defaults=defaults)
     return evolve(run, assumed=(Note(assumed), *run.assumed), notes=(*run.notes, *left_out))
 
 
-def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
-    """Return the run of a script's training command."""
+def _of_script(script: Script, path: str, given: RunInputs, *, of_settings: bool = False) -> TrainingRun:
+    """Return the run of a script's training command. of_settings: its words stand for settings."""
+    check_first_words(script)
     launches = [one for one in training_commands(script) if not primus_command(one.command)]
     if not launches:
         for command in script.commands:
@@ -160,20 +171,26 @@ def _of_script(script: Script, path: str, given: RunInputs) -> TrainingRun:
         assumed.append(Note("slime's flags that are none of Megatron-LM are left out", launch.program.origin))
     else:
         stated = launched_devices(launch, script.sbatch)
-    devices = _devices(stated, given.devices, launch)
+    unread = () if is_slime(chosen.launch.words) else tuple(unread_counts(launch, script.sbatch))
+    devices = _devices(stated, given.devices, launch, unread)
+    assumed += (*unread, *unknown_options(launch.before, script.sbatch))
     if (name := Path(launch.program.text).name) != USUAL_PROGRAM:
         assumed.append(Note(f"{shortened(name, 40)} trains as Megatron-LM's {USUAL_PROGRAM}", launch.program.origin))
     matter = [one for one in script.assumed if not (one.name.startswith(OF_LAUNCH) or one.name.endswith(SECRETS))]
     assumed += [Note(f"{one.kind} {one.name} not given", one.origin) for one in matter[:MOST_ASSUMED]]
     if stated and devices.count != stated.count:
         assumed.append(Note(f"{devices.count} GPUs (`--gpus`), though the file starts {stated.count}", stated.origin))
-    arguments = parse_words((*launch.words, *deepspeed_words(launch.words, script.files), *given.flags))
+    words = (*launch.words, *deepspeed_words(launch.words, script.files), *given.flags)
+    arguments = parse_words(words, of_settings=of_settings)
     return read_run(arguments, ArgumentSource(path, devices, tuple(assumed), hints=given.hints))
 
 
-def _devices(stated: Devices | None, given: int | None, launch: Launch) -> Devices:
+def _devices(stated: Devices | None, given: int | None, launch: Launch, unread: Sequence[Note]) -> Devices:
+    """Return the devices of a launch. given: their number, if the user states it. unread: counts that are not known."""
     if given is not None:
         return evolve(stated or Devices(given), count=given)
+    if stated is None and unread:
+        raise UserError(f"{unread[0].origin}: {unread[0].text}\ngive the GPUs with their kind: --gpus 64xH100")
     if stated is None:
         raise UserError(NO_DEVICES.format(launch.program.origin.path))
     return stated

@@ -8,7 +8,9 @@ from itertools import takewhile
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.quoting import shortened
 
+from .megatron.flag import LARGEST_VALUE
 from .megatron.parser import looks_like_flag, table
 from .run import Devices
 from .words import Word
@@ -94,5 +96,12 @@ def _values(words: Sequence[Word]) -> dict[str, Word]:
 
 
 def _number(flags: Mapping[str, Word], name: str) -> int | None:
+    """Return the number that a flag states; None without it. Raise UserError for a value that is no number from 1."""
     word = flags.get(name)
-    return int(word.text) if word is not None and word.text.isdecimal() and not word.unknown else None
+    if word is None:
+        return None
+    if word.unknown:
+        raise UserError(f"{word.origin}: {name} depends on {' and '.join(f'{u.kind} {u.name}' for u in word.unknown)}")
+    if not word.text.isdecimal() or not 0 < int(word.text[:12]) <= LARGEST_VALUE:
+        raise UserError(f"{word.origin}: {name} must be a whole number from 1, got {shortened(word.text, 20)}")
+    return int(word.text)

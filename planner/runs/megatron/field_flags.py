@@ -5,7 +5,7 @@ The defaults are those of all releases from core_v0.6.0 to core_v0.19.0; `versio
 
 from __future__ import annotations
 
-from .flag import Flag, switch_flag, value_flag
+from .flag import Flag, size_or_none, switch_flag, value_flag
 
 POSITIONS = "learned_absolute rope mrope relative none alibi absolute rotary"  # the last three of older programs
 MODEL_FLAGS = (
@@ -52,14 +52,14 @@ MODEL_FLAGS = (
     value_flag("attention-dropout", float, 0.1),
     value_flag("init-method-std", float, 0.02),
     switch_flag("untie-embeddings-and-output-weights"),
-    value_flag("mtp-num-layers", int),
+    size_or_none("mtp-num-layers"),
     value_flag("mtp-loss-scaling-factor", float, 0.1),
     value_flag("vocab-size", int),
     value_flag("padded-vocab-size", int),
     value_flag("make-vocab-size-divisible-by", int, 128),
     value_flag("tokenizer-type", str),
     value_flag("tokenizer-model", str),
-    value_flag("vocab-extra-ids", int, 0),
+    size_or_none("vocab-extra-ids", 0),
     value_flag("cross-entropy-fusion-impl", str, "native", choices="native te"),
 )
 LATENT_FLAGS = (
@@ -74,7 +74,7 @@ LATENT_FLAGS = (
     value_flag("mscale-all-dim", float, 0.0),
 )
 EXPERT_FLAGS = (
-    value_flag("num-experts", int),
+    size_or_none("num-experts"),
     value_flag("moe-layer-freq", str, "1"),
     value_flag("moe-ffn-hidden-size", int),
     value_flag("moe-router-topk", int, 2),
@@ -108,8 +108,8 @@ LAYOUT_FLAGS = (
     value_flag("num-layers-per-virtual-pipeline-stage", int),
     value_flag("num-virtual-stages-per-pipeline-rank", int),
     value_flag("pipeline-model-parallel-layout", str),
-    value_flag("decoder-first-pipeline-num-layers", int),
-    value_flag("decoder-last-pipeline-num-layers", int),
+    size_or_none("decoder-first-pipeline-num-layers"),
+    size_or_none("decoder-last-pipeline-num-layers"),
     switch_flag("account-for-embedding-in-pipeline-split"),
     switch_flag("account-for-loss-in-pipeline-split"),
     value_flag("microbatch-group-size-per-virtual-pipeline-stage", int, dest="microbatch_group_size_per_vp_stage"),
@@ -138,7 +138,7 @@ WORKLOAD_FLAGS = (
     value_flag("encoder-seq-length", int),
     value_flag("micro-batch-size", int),
     value_flag("global-batch-size", int),
-    value_flag("rampup-batch-size", int, nargs="3"),
+    size_or_none("rampup-batch-size", nargs="3"),
     switch_flag("bf16"),
     switch_flag("fp16"),
     value_flag("fp8-format", str, dest="fp8", choices="e4m3 hybrid"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from enum import Enum
+from math import isfinite
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 NEGATIVE = re.compile(r"(?:^|_)(?:no|disable)_")
 LARGEST_VALUE = 2**31 - 1  # of a whole number that is a field of the model, the layout or the workload
@@ -27,7 +28,7 @@ class Flag:
     """One flag, as argparse knows it, with its effect.
 
     nargs: 0 of a switch, 1 of a value, else argparse's letter or number. default: the value without the flag. sets:
-    the value that a switch gives. effect: see `Effect`; a flag whose value is among `harmless` has none. why: what it
+    the value that a switch gives. least: the smallest number that is a field of a run. effect: see `Effect`; a flag whose value is among `harmless` has none. why: what it
     changes, for a message.
     """
 
@@ -37,6 +38,7 @@ class Flag:
     kind: type[object] = str
     default: object = None
     sets: object = True
+    least: int = 0
     choices: tuple[str, ...] = ()
     effect: Effect = Effect.READ
     why: str = ""
@@ -51,19 +53,19 @@ class Flag:
     def due(self) -> str:
         """The kind of value that the flag takes, in words for a message; empty for text."""
         if self.kind is int and self.effect is Effect.READ:
-            return f"a whole number of at most {LARGEST_VALUE:,}"
-        return {int: "a whole number", float: "a number"}.get(self.kind, "")
+            return f"a whole number from {self.least} to {LARGEST_VALUE:,}"
+        return {int: "a whole number", float: f"a number from {self.least}"}.get(self.kind, "")
 
     def typed(self, text: str) -> Any:
-        """Return one value as the flag's type; None if the text is not of it, or is too large for a field of a run."""
+        """Return one value as the flag's type; None if the text is not of it, or is out of range for a field of a run."""
         if not self.due:
             return text
         try:
             number = int(text) if self.kind is int else float(text)
         except ValueError:
             return None
-        too_large = self.kind is int and self.effect is Effect.READ and abs(number) > LARGEST_VALUE
-        return None if too_large else number
+        largest = LARGEST_VALUE if self.kind is int else number
+        return number if isfinite(number) and self.least <= number <= largest else None
 
 
 def _names(names: str) -> tuple[tuple[str, ...], str]:
@@ -74,11 +76,25 @@ def _names(names: str) -> tuple[tuple[str, ...], str]:
 def value_flag(
     names: str, kind: type[object], default: object = None, *, dest: str = "", choices: str = "", nargs: str = "1"
 ) -> Flag:
-    """Return a flag with a value that is a field of the run. names: its spellings without dashes, as in `a|b`."""
+    """Return a flag with a value that is a field of the run. names: its spellings without dashes, as in `a|b`.
+
+    A whole number is a size, of at least 1; `size_or_none` returns a flag for which 0 stands for none.
+    """
     spellings, own = _names(names)
     return Flag(
-        names=spellings, dest=dest or own, kind=kind, default=default, choices=tuple(choices.split()), nargs=nargs
+        names=spellings,
+        dest=dest or own,
+        kind=kind,
+        default=default,
+        choices=tuple(choices.split()),
+        nargs=nargs,
+        least=int(kind is int),
     )
+
+
+def size_or_none(names: str, default: object = None, *, nargs: str = "1") -> Flag:
+    """Return a flag with a whole number that is a field of the run, of which 0 stands for none."""
+    return evolve(value_flag(names, int, default, nargs=nargs), least=0)
 
 
 def switch_flag(names: str, *, dest: str = "", sets: bool = True) -> Flag:

@@ -5,11 +5,11 @@ Their names do not occur in Megatron-LM. Flags of Megatron-LM have the meaning t
 
 from __future__ import annotations
 
-from .flag import Effect, Flag, harmless, judged, switch_flag, value_flag
+from .flag import Effect, Flag, harmless, judged, size_or_none, switch_flag, value_flag
 
 DEEPSPEED_FIELDS = (
     switch_flag("deepspeed"),
-    value_flag("zero-stage", int, dest="zero_stage"),
+    size_or_none("zero-stage"),
     switch_flag("checkpoint-activations"),
     value_flag("pad-vocab-size-to", int),
     switch_flag("embed-layernorm"),

@@ -13,8 +13,9 @@ from typing import Any
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.quoting import shortened
 from megaloom.planner.runs.iterations import iterations_of, max_allocated, measured_step
-from megaloom.planner.runs.run import Devices, TrainingRun
+from megaloom.planner.runs.run import Devices, Note, TrainingRun
 from megaloom.planner.runs.words import Origin, Word
 
 from .flag import Effect, Flag
@@ -33,17 +34,30 @@ def is_log(text: str) -> bool:
     return LISTING_BEGIN.search(text) is not None
 
 
+_DERIVED = """
+consumed_train_samples consumed_valid_samples data_parallel_size enable_gpt_oss finetune_data_split finetune_hf_dataset
+iteration local_rank modelopt_enabled params_dtype rank skipped_train_samples transformer_pipeline_model_parallel_size
+use_dist_ckpt variable_seq_lengths virtual_pipeline_model_parallel_size world_size
+"""
+DERIVED = frozenset(_DERIVED.split())
+"""Arguments that Megatron-LM derives from others, or that change no step of training, and that no flag states."""
+OF_OTHER_PROGRAMS = "export_"  # how the names of arguments of NVIDIA's Model Optimizer begin
+ALWAYS_LISTED = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "global_batch_size", "bf16")
+SHOWN_ARGUMENTS = 8
+
+
 def read_log(text: str, path: str, devices: int | None, hints: Hints) -> TrainingRun:
     """Return the run of a log. devices: how many there are, if the user says so."""
     lines = text.splitlines()
-    stated = dict(_arguments(lines, path))
+    stated = _listed(lines, path)
     if "num_layers" not in stated and "encoder_num_layers" not in stated:
         raise UserError(f"{path} lists no argument that says how many layers the model has")
     world = stated.get("world_size")
     count = devices or (int(world.text) if world and world.text.isdigit() else None)
     if count is None:
         raise UserError(f"{path} does not list world_size\ngive the number of GPUs: --gpus 64xH100")
-    source = ArgumentSource(path, Devices(count, None, world.origin if world else None), hints=hints)
+    assumed = tuple(_notes(stated, lines, path))
+    source = ArgumentSource(path, Devices(count, None, world.origin if world else None), assumed, hints=hints)
     run = read_run(_as_arguments(stated), _with_vocabulary(source, lines))
     _, printed = iterations_of(lines)
     return evolve(run, measured=measured_step(printed, max_allocated(lines), path, run.workload.batch))
@@ -57,8 +71,51 @@ def _with_vocabulary(source: ArgumentSource, lines: Sequence[str]) -> ArgumentSo
     return evolve(source, hints=evolve(source.hints, vocab=int(found[1])))
 
 
+def _listed(lines: Sequence[str], path: str) -> dict[str, Word]:
+    """Return the first list of arguments, by destination.
+
+    Raise UserError for a list that has no end, and for an argument that it has twice with different values.
+    """
+    stated: dict[str, Word] = {}
+    for dest, word in _arguments(lines, path):
+        if dest in stated and stated[dest].text != word.text:
+            raise UserError(f"{word.origin}: the argument {dest} is listed here again with another value")
+        stated.setdefault(dest, word)
+    if not any(map(LISTING_END.search, lines)):
+        raise UserError(f"{path} ends within its list of arguments, so it does not have all of them")
+    return stated
+
+
+def _notes(stated: Mapping[str, Word], lines: Sequence[str], path: str) -> Iterator[Note]:
+    """Yield what is not known of the listed arguments: names, values that are not listed, lists that come later."""
+    known = by_dest()
+    others = [
+        dest
+        for dest, word in stated.items()
+        if RENAMED.get(dest, dest) not in known
+        and dest not in DERIVED
+        and not dest.startswith(OF_OTHER_PROGRAMS)
+        and word.text not in ("None", "False")
+    ]
+    if others:
+        more = ", …" if len(others) > SHOWN_ARGUMENTS else ""
+        names = ", ".join(shortened(name, 40) for name in others[:SHOWN_ARGUMENTS]) + more
+        yield Note(f"{len(others)} listed arguments are not known, and left out: {names}", stated[others[0]].origin)
+    if lacking := [dest for dest in ALWAYS_LISTED if dest not in stated]:
+        yield Note(f"the log does not list {', '.join(lacking)}: the default of Megatron-LM is taken")
+    ends = [number for number, line in enumerate(lines) if LISTING_END.search(line)]
+    changed = [
+        dest
+        for dest, word in _arguments(lines[ends[0] + 1 :], path)
+        if dest in stated and word.text != stated[dest].text and dest in known and known[dest].effect is Effect.READ
+    ]
+    if changed:
+        names = ", ".join(changed[:SHOWN_ARGUMENTS])
+        yield Note(f"a later list of arguments has other values of {names}: the first list is read")
+
+
 def _arguments(lines: Sequence[str], path: str) -> Iterator[tuple[str, Word]]:
-    """Yield the listed arguments by destination."""
+    """Yield the arguments of the first list by destination."""
     inside = False
     for number, line in enumerate(lines, 1):
         if LISTING_BEGIN.search(line):

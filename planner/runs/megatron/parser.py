@@ -66,6 +66,7 @@ class Arguments:
     defaults: Mapping[str, object] = field(factory=lambda: defaults())
     trouble: tuple[Trouble, ...] = ()
     complete: bool = False  # a log has every argument of its run
+    repeated: tuple[tuple[GivenArgument, GivenArgument], ...] = ()  # an argument, and the later one that counts
 
     def __getitem__(self, dest: str) -> Any:
         """Return the value of an argument, or Megatron-LM's default."""
@@ -94,7 +95,8 @@ class Arguments:
             for one in self.trouble
             if one.flag.replace("_", "-") not in ignored and not (every and UNKNOWN_FLAG in one.message)
         )
-        return evolve(self, given=given, trouble=trouble)
+        repeated = tuple(pair for pair in self.repeated if not drop(pair[0].flag))
+        return evolve(self, given=given, trouble=trouble, repeated=repeated)
 
     def judged(self, effect: Effect) -> Iterator[GivenArgument]:
         """Yield the arguments of this effect whose values are not harmless."""
@@ -129,9 +131,13 @@ def defaults() -> Mapping[str, object]:
     return {flag.dest: flag.default for flag in (*FIELD_FLAGS, *DEEPSPEED_FIELDS, *TORCH_FIELDS, *NEWER_FIELDS)}
 
 
-def parse_words(words: Sequence[Word]) -> Arguments:
-    """Return the arguments in the words after the name of the program."""
+def parse_words(words: Sequence[Word], *, of_settings: bool = False) -> Arguments:
+    """Return the arguments in the words after the name of the program.
+
+    of_settings: the words stand for settings, of which names have no abbreviations, and whose defaults come first.
+    """
     given, trouble, at, before = dict[str, GivenArgument](), list[Trouble](), 0, ""
+    repeated: list[tuple[GivenArgument, GivenArgument]] = []
     while at < len(words):
         word, at = words[at], at + 1
         if word.unknown and not looks_like_flag(word.text.partition("=")[0]):
@@ -142,7 +148,7 @@ def parse_words(words: Sequence[Word]) -> Arguments:
             trouble.append(Trouble(STRAY, word.origin, before))
             continue
         before = _shown(name).lstrip("-")
-        found = _find(name)
+        found = _find(name, abbreviated=not of_settings)
         values = tuple(takewhile(lambda w: not looks_like_flag(w.text), words[at:]))
         if isinstance(found, str):
             at += len(values)
@@ -157,8 +163,10 @@ def parse_words(words: Sequence[Word]) -> Arguments:
         if isinstance(one, Trouble):
             trouble.append(one)
         else:
+            if (earlier := given.get(found.dest)) and earlier.value != one.value and not of_settings:
+                repeated.append((earlier, one))
             given[found.dest] = one
-    return Arguments(given=given, trouble=tuple(trouble))
+    return Arguments(given=given, trouble=tuple(trouble), repeated=tuple(repeated))
 
 
 def _asked(what: str, word: Word, flag: str = "") -> Trouble:
@@ -186,12 +194,12 @@ def looks_like_flag(text: str) -> bool:
     return not text[1:].replace(".", "", 1).isdigit()
 
 
-def _find(name: str) -> Flag | str:
-    """Return the flag of this name or unambiguous prefix, or a message."""
+def _find(name: str, *, abbreviated: bool) -> Flag | str:
+    """Return the flag of this name, or of an unambiguous prefix if abbreviations are taken; else a message."""
     flags = table()
     if name in flags:
         return flags[name]
-    if name.startswith("--") and len(name) > 2:
+    if abbreviated and name.startswith("--") and len(name) > 2:
         every = {flag.dest: flag for known, flag in flags.items() if known.startswith(name)}
         of_forks = {flag.dest for flag in (*FRAMEWORK_FLAGS, *FORK_FLAGS)}
         found = {dest: flag for dest, flag in every.items() if dest not in of_forks} or every

@@ -10,6 +10,7 @@ from attrs import evolve, field, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
+from megaloom.dsl.quoting import shortened
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.runs.run import Devices, Note, TrainingRun
 
@@ -27,6 +28,7 @@ from .versions import check_version, defaults_of, least_release, other_releases
 from .vocabulary import vocabulary
 
 PROGRAM = "Megatron-LM"
+USER_FLAGS = "--set"  # the path of flags that the user gives
 
 
 @frozen(kw_only=True)
@@ -71,7 +73,7 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
     firsts = first_layers(layers_of_stages(a))
     if len(set(firsts[1:])) < len(firsts) - 1:
         refuse_run(a, "a stage without layers between others is not modelled", "pipeline_model_parallel_layout")
-    assumed = list(source.assumed)
+    assumed = [*source.assumed, *_overridden(a)]
     if not a.complete and not a["deepspeed"] and not stated:
         assumed.append(Note(f"release {version} of Megatron-LM, for what the file leaves to defaults (`--version-of`)"))
     if origin and origin != "--vocab":
@@ -92,6 +94,21 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
         assumed=tuple(assumed),
     )
     return run if a["deepspeed"] else evolve(run, edits=partial(edits, a, run))
+
+
+def _overridden(a: Arguments) -> Iterator[Note]:
+    """Yield the flags that the file states again with another value, of which the last counts."""
+    for earlier, later in a.repeated:
+        if later.flag.effect is not Effect.NOTHING and later.origin.path != USER_FLAGS:
+            values = " and ".join(
+                f"{shortened(_text(one), 40)} (line {one.origin.line_number})" for one in (earlier, later)
+            )
+            yield Note(f"{later.flag.name} stands with {values}: the last counts", later.origin)
+
+
+def _text(one: GivenArgument) -> str:
+    """Return the value of an argument as the file has it; the name of a switch."""
+    return " ".join(word.text for word in one.values) or one.word.text
 
 
 def _with_encoder(a: Arguments) -> Arguments:

@@ -113,6 +113,8 @@ class RecipeEvaluator:
             self._if(node, scope, module)
         elif isinstance(node, ast.For):
             self._for(node, scope, module)
+        elif isinstance(node, ast.While | ast.Match):
+            self._unknown(node, _of_line(node, module), scope, module)
         elif isinstance(node, ast.With | ast.Try):
             self.body(node.body, scope, module)
         elif isinstance(node, ast.FunctionDef):
@@ -148,6 +150,10 @@ class RecipeEvaluator:
             return
         unknown = Unknown("?", "condition", module.origin(node))
         unknown = condition.unknown if isinstance(condition, Lacking) else unknown
+        self._unknown(node, unknown, scope, module)
+
+    def _unknown(self, node: ast.stmt, unknown: Unknown, scope: Scope, module: PythonModule) -> None:
+        """Make unknown what a statement may assign. Raise UserError for one that may return a configuration."""
         for inner in ast.walk(node):
             if isinstance(inner, ast.Return):
                 what = f"which configuration is returned depends on {unknown.kind} {unknown.name}"
@@ -158,7 +164,10 @@ class RecipeEvaluator:
 
     def _for(self, node: ast.For, scope: Scope, module: PythonModule) -> None:
         items = self.value(node.iter, scope, module)
-        for item in items if isinstance(items, list) else ():
+        if not isinstance(items, list):
+            self._unknown(node, items.unknown if isinstance(items, Lacking) else _of_line(node, module), scope, module)
+            return
+        for item in items:
             self._assign(node.target, item, scope, module)
             self.body(node.body, scope, module)
 
@@ -295,8 +304,10 @@ class RecipeEvaluator:
             value = self.value(one.value, scope, module)
             if one.arg is not None:
                 keywords[one.arg] = value
-            elif isinstance(value, Instance):
+            elif isinstance(value, Instance) and value.name == "dict":
                 keywords |= value.fields
+            else:
+                keywords["**"] = value if isinstance(value, Lacking) else Lacking(_of_line(one.value, module))
         owner = self.value(node.func.value, scope, module) if isinstance(node.func, ast.Attribute) else None
         if isinstance(owner, list) and isinstance(node.func, ast.Attribute) and node.func.attr in LIST_METHODS:
             added = arguments[0] if arguments and node.func.attr == "extend" else arguments
@@ -313,3 +324,8 @@ class RecipeEvaluator:
             return computed
         self.calls.append(made)
         return made
+
+
+def _of_line(node: ast.stmt | ast.expr, module: PythonModule) -> Unknown:
+    """Return the unknown for a statement or an expression that is not evaluated."""
+    return Unknown(f"line {node.lineno}", "condition", module.origin(node))

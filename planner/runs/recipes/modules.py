@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attrs import define, field, frozen
 
-from megaloom.dsl.errors import UserError
+from megaloom.planner.runs.python_text import parsed_python
 from megaloom.planner.runs.shell.folders import MOST_BYTES
 from megaloom.planner.runs.words import Origin
 
@@ -34,10 +34,7 @@ class PythonModule:
 
 def parsed_module(text: str, path: str, name: str = "") -> PythonModule:
     """Return a parsed text. Raise UserError with the line that is not Python, which is never shown."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{path}:{getattr(error, 'lineno', None) or 1}: this line is not Python") from None
+    tree = parsed_python(text, path)
     module = PythonModule(
         path, name.rpartition(".")[0] if not path.endswith("__init__.py") else name, tree, {}, {}, {}, name=name
     )

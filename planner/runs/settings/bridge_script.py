@@ -8,29 +8,38 @@ from __future__ import annotations
 import ast
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.runs.python_text import parsed_python
 from megaloom.planner.runs.settings.tree import Setting, Tree, ValueKind
 from megaloom.planner.runs.words import Origin, Word
 
 _CONTAINER = "ConfigContainer"
+OF_NEWER_RELEASES = "megatron_fsdp_main_grads_dtype"
+"""Field that an exported script sets where the installed release has it, to what older releases do anyway."""
 
 
 def is_bridge_script(text: str) -> bool:
-    """Return whether a Python text calls ConfigContainer with sections that it builds itself."""
-    return f"{_CONTAINER}(" in text and "model=" in text
+    """Return whether a Python text builds the sections of ConfigContainer in its call, and changes none later."""
+    if f"{_CONTAINER}(" not in text or "model=" not in text:
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True  # which is refused with its line
+    changed = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr != OF_NEWER_RELEASES)
+    sections = [one.value for node in nodes if _is_container(node) for one in node.keywords]  # type: ignore[attr-defined]
+    return not any(isinstance(node.ctx, ast.Store) for node in changed) and not any(
+        isinstance(section, ast.Name) for section in sections
+    )
+
+
+def _is_container(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _name(node.func).rpartition(".")[2] == _CONTAINER
 
 
 def bridge_script_tree(text: str, path: str) -> Tree:
     """Return the sections of the script's one ConfigContainer. A line that is not Python is named, never shown."""
-    try:
-        module = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise UserError(f"{path}:{line}: this line is not Python") from None
-    calls = [
-        node
-        for node in ast.walk(module)
-        if isinstance(node, ast.Call) and _name(node.func).rpartition(".")[2] == _CONTAINER and node.keywords
-    ]
+    module = parsed_python(text, path)
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and _is_container(node) and node.keywords]
     if len(calls) != 1:
         raise UserError(f"{path} builds {len(calls)} configurations of Megatron-Bridge; one of literal values is read")
     return _tree(calls[0], path)
@@ -41,6 +50,8 @@ def _name(node: ast.expr) -> str:
 
 
 def _tree(node: ast.expr, path: str) -> Tree:
+    if isinstance(node, ast.Call) and (unnamed := next((one for one in node.keywords if one.arg is None), None)):
+        raise UserError(f"{Origin(path, unnamed.value.lineno)}: arguments of a dict are not read here")
     if isinstance(node, ast.Call) and not node.args:
         return {one.arg: _tree(one.value, path) for one in node.keywords if one.arg is not None}
     if isinstance(node, ast.List | ast.Tuple):

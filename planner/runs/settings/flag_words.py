@@ -101,7 +101,7 @@ class SettingsRun:
         start = Origin(path, 1)
         launcher = [Word("torchrun", start)]
         for flag, word in (("--nnodes", self.nodes), ("--nproc_per_node", self.per_node)):
-            if word is not None and not word.unknown:
+            if word is not None:
                 launcher += [Word(flag, word.origin), word]
         words = (*launcher, Word(self.program, start), *self.words)
         lacking = tuple(dict.fromkeys(u for w in words for u in w.unknown))

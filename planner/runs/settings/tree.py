@@ -7,8 +7,11 @@ from typing import Literal
 
 from attrs import frozen
 
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.quoting import shortened
 from megaloom.planner.runs.words import Origin, Unknown, Word
 
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "null", "~", "none", "")
 ValueKind = Literal["boolean", "null", "number", "text"]
 
 
@@ -26,8 +29,14 @@ class Setting:
 
     @property
     def is_true(self) -> bool:
-        """True for a boolean that is true, and for text that says so."""
-        return self.word.text.lower() in ("true", "yes", "on", "1") and not self.word.unknown
+        """True for a boolean that is true, and for text that says so. Raise UserError for what is neither."""
+        if self.word.unknown:
+            causes = " and ".join(f"{one.kind} {one.name}" for one in self.word.unknown)
+            raise UserError(f"{self.word.origin}: a switch depends on {causes}, which is not known")
+        text = self.word.text.lower()
+        if text not in (*_TRUE, *_FALSE):
+            raise UserError(f"{self.word.origin}: a switch must be true or false, got {shortened(text, 20)}")
+        return text in _TRUE
 
 
 Tree = Mapping[str, "Tree"] | Sequence["Tree"] | Setting

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
+from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.shell.expand.state import Variable
 from megaloom.planner.runs.shell.parse.text import literal, missing
 from megaloom.planner.runs.words import Origin, Unknown, Word
@@ -58,7 +59,7 @@ def sbatch_options(text: str, path: str) -> dict[str, Word]:
             try:
                 words = shlex.split(match[1], comments=True)
             except ValueError:
-                continue
+                raise UserError(f"{path}:{number}: a quote has no end on this line") from None
             options.update(_options(words, Origin(path, number)))
     return options
 
@@ -92,6 +93,8 @@ def gpus_per_node(options: Mapping[str, Word]) -> Word | None:
             items = [i for i in text.split(",") if name == "gpus-per-node" or re.match(r"gpu(:|$)", i)]
             if items:
                 count = re.search(r"(?:^|[:=])(\d+)(?:\(|$)", items[0])
+                if count is None and items[0].rpartition(":")[2][:1].isdigit():
+                    return None  # a number with more behind it
                 return Word(count[1] if count else "1", options[name].origin)
     return None
 

@@ -97,7 +97,7 @@ def test_the_last_of_several_wins_and_prefixes_are_found() -> None:
         ("--num 4", "--num is the beginning of several flags of Megatron-LM"),
         ("--num-layers", "--num-layers needs a value"),
         ("--num-layers four", "--num-layers must be a whole number"),
-        ("--num-layers 99999999999999999999999", "--num-layers must be a whole number of at most 2,147,483,647"),
+        ("--num-layers 99999999999999999999999", "--num-layers must be a whole number from 1 to 2,147,483,647"),
         ("--bf16=1", "--bf16 takes no value"),
         ("--normalization GroupNorm", "--normalization must be one of LayerNorm, RMSNorm"),
         ("--rampup-batch-size 1 2", "--rampup-batch-size needs 3 values"),
