@@ -102,7 +102,7 @@ def _values(launch: Launch) -> Mapping[str, str]:
     found = {}
     for flag, value in zip(launch.words, launch.words[1:], strict=False):
         name = flag.text.replace("_", "-")
-        if (name in DEGREES or name in MARKS) and not value.unknown and value.text.isdigit():
+        if (name in DEGREES or name in MARKS) and not value.unknown and value.text.isdecimal():
             found[name] = value.text
     return found
 

@@ -94,6 +94,13 @@ def check_first_words(script: Script) -> None:
             )
 
 
+def check_ending(text: str, path: str) -> None:
+    """Raise UserError for a script whose last line is to be continued: it has lost its end."""
+    lines = text.rstrip().splitlines()
+    if lines and lines[-1].endswith("\\"):
+        raise UserError(f"{path}:{len(lines)}: the last line ends with a backslash, so the script has lost its end")
+
+
 def started_by(command: Command) -> Launch:
     """Return a command as a launch: the words before the first program or module, and those after it."""
     at = next((n for n, word in enumerate(command.words) if word.text.endswith(".py") or word.text == "-m"), 0)

@@ -16,6 +16,7 @@ from .deepspeed_file import deepspeed_words
 from .launch import (
     USUAL_PROGRAM,
     Launch,
+    check_ending,
     check_first_words,
     check_program,
     launched_devices,
@@ -39,7 +40,7 @@ from .settings.published import published_model
 from .settings.torchtitan_judged import left_out_of_torchtitan
 from .settings.torchtitan_words import torchtitan_options, torchtitan_words
 from .shell.read import script_of_text
-from .slime import is_slime, slime_devices, slime_words
+from .slime import is_slime, repeated_flags, slime_devices, slime_words
 from .words import Origin, Script, Word
 
 LOG_BYTES = 2**28  # of a log; more than any that was seen
@@ -47,6 +48,8 @@ MOST_ASSUMED = 5  # variables without a value that are named
 OF_LAUNCH = ("MASTER_", "CUDA_", "NCCL_", "WANDB_", "NODE_RANK")  # variables that say nothing of a training step
 SECRETS = ("_KEY", "_TOKEN")
 NO_DEVICES = "the number of GPUs is not stated in {}\ngive it with their kind: --gpus 64xH100"
+BYTE_ORDER_MARK = "\ufeff"
+WINDOWS_LINES = Note("the lines end as on Windows, at which bash fails; they are read as if they did not")
 SETTINGS = frozenset({".yaml", ".yml", ".toml"})
 NOT_READ = {
     ".json": "a JSON file",
@@ -74,6 +77,7 @@ def read_file(path: str, given: RunInputs) -> TrainingRun:
 
 def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
     """Return the run of a file's text; its path is used in origins, and to find the files beside it."""
+    text = text.removeprefix(BYTE_ORDER_MARK)
     if is_log(text):
         return read_log(text, path, given.devices, given.hints)
     if Path(path).suffix.lower() in SETTINGS:
@@ -92,7 +96,9 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
         )
     if is_argument_file(text):
         return _of_arguments(text, path, given)
-    return _of_script(script_of_text(text, path, given.environment, given.positional), path, given)
+    check_ending(text, path)
+    run = _of_script(script_of_text(text, path, given.environment, given.positional), path, given)
+    return evolve(run, assumed=(*run.assumed, WINDOWS_LINES)) if "\r\n" in text else run
 
 
 def _of_python(text: str, path: str, given: RunInputs) -> TrainingRun:
@@ -143,9 +149,12 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
         settings = evolve(settings, words=(*model.words(name), *settings.words))
         assumed += f"; the sizes of {name.text} as it was published"
     run = _of_script(settings.script(path), path, evolve(given, command=None), of_settings=True)
+    again = [
+        Note(f"{shortened(one.text, 60)} stands again: its last value counts", one.origin) for one in settings.repeated
+    ]
     defaults = run.defaults or f"{run.program} {run.version}".strip()
     run = evolve(run, program=settings.framework, version=settings.version, defaults=defaults)
-    return evolve(run, assumed=(Note(assumed), *run.assumed), notes=(*run.notes, *left_out))
+    return evolve(run, assumed=(Note(assumed), *run.assumed, *again), notes=(*run.notes, *left_out))
 
 
 def _of_script(script: Script, path: str, given: RunInputs, *, of_settings: bool = False) -> TrainingRun:
@@ -169,6 +178,7 @@ def _of_script(script: Script, path: str, given: RunInputs, *, of_settings: bool
         stated = slime_devices(launch.words)
         launch = evolve(launch, words=slime_words(launch.words, given.flags))
         assumed.append(Note("slime's flags that are none of Megatron-LM are left out", launch.program.origin))
+        assumed += repeated_flags(chosen.launch.words)
     else:
         stated = launched_devices(launch, script.sbatch)
     unread = () if is_slime(chosen.launch.words) else tuple(unread_counts(launch, script.sbatch))

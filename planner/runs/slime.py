@@ -10,12 +10,23 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.quoting import shortened
 
+from .megatron.field_flags import FIELD_FLAGS
 from .megatron.flag import LARGEST_VALUE
 from .megatron.parser import looks_like_flag, table
-from .run import Devices
+from .run import Devices, Note
+from .settings.near_names import nearly_spelled
 from .words import Word
 
 MARK = "--rollout-batch-size"
+OF_SLIME = (
+    MARK,
+    "--actor-num-nodes",
+    "--actor-num-gpus-per-node",
+    "--n-samples-per-prompt",
+    "--num-steps-per-rollout",
+    "--max-tokens-per-gpu",
+)
+"""Flags of slime that are read."""
 
 
 def is_slime(words: Sequence[Word]) -> bool:
@@ -74,14 +85,34 @@ def _batch(flags: Mapping[str, Word], seq: int) -> Iterator[Word]:
         yield evolve(flags[MARK], text=str(prompts * samples // steps)) if prompts else flags[MARK]
 
 
+def repeated_flags(words: Sequence[Word]) -> Iterator[Note]:
+    """Yield slime's own flags that stand again with another value, of which the last counts."""
+    last: dict[str, str] = {}
+    for position, word in enumerate(words):
+        name = word.text.partition("=")[0]
+        if name not in OF_SLIME:
+            continue
+        value = _values(words[position : position + 2])[name].text
+        if last.setdefault(name, value) != value:
+            yield Note(f"{name} stands again: its last value counts", word.origin)
+        last[name] = value
+
+
 def _known(words: Sequence[Word]) -> Iterator[Word]:
     """Yield the flags of Megatron-LM with their values, and what may stand for flags."""
     keep = True
     for word in words:
         if looks_like_flag(word.text) or (word.unknown and not word.text):
-            keep = bool(word.unknown) or word.text.partition("=")[0] in table()
+            name = word.text.partition("=")[0]
+            keep = bool(word.unknown) or name in table() or _may_be_meant(name)
         if keep:
             yield word
+
+
+def _may_be_meant(name: str) -> bool:
+    """Return whether a flag is none of slime that is read, but an abbreviation of one, or nearly spelled as one."""
+    read = [flag.name for flag in FIELD_FLAGS] + [*OF_SLIME]
+    return name not in OF_SLIME and any(one.startswith(name) or nearly_spelled(name, one) for one in read)
 
 
 def _values(words: Sequence[Word]) -> dict[str, Word]:

@@ -28,8 +28,8 @@ class Flag:
     """One flag, as argparse knows it, with its effect.
 
     nargs: 0 of a switch, 1 of a value, else argparse's letter or number. default: the value without the flag. sets:
-    the value that a switch gives. least: the smallest number that is a field of a run. effect: see `Effect`; a flag whose value is among `harmless` has none. why: what it
-    changes, for a message.
+    the value that a switch gives. least: the smallest number that is a field of a run. effect: see `Effect`; a flag
+    whose value is among `harmless` has none. why: what it changes, for a message.
     """
 
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class Flag:
         return {int: "a whole number", float: f"a number from {self.least}"}.get(self.kind, "")
 
     def typed(self, text: str) -> Any:
-        """Return one value as the flag's type; None if the text is not of it, or is out of range for a field of a run."""
+        """Return one value as the flag's type; None if the text is not of it, or out of range for a field of a run."""
         if not self.due:
             return text
         try:

@@ -27,6 +27,7 @@ use-turbo-deepep ; 0 ; - ; tokens are sent by another library
 turbo-deepep-num-cu ; 1 ; - ; DeepEP takes another share of the device
 turbo-deepep-use-comm-stream ; 0 ; - ; DeepEP runs on another stream
 turbo-sync-free-moe-stage ; 1 ; 0 ; the host waits less often for the router
+pack-sequences ; 0 ; - ; micro-batches hold packed sequences of other lengths; the prediction is for whole ones
 moe-use-fused-router-with-aux-score ; 0 ; - ; the router takes fewer kernels
 """
 _REFUSED = """

@@ -110,7 +110,7 @@ def _window(a: Arguments) -> int | None:
     if a["window_size"] is None:
         return None
     numbers = str(a["window_size"]).strip("()[] ").replace(",", " ").split()
-    if len(numbers) != 2 or not all(n.lstrip("-").isdigit() for n in numbers):
+    if len(numbers) != 2 or not all(n.lstrip("-").isdecimal() for n in numbers):
         refuse_run(a, "a window must be two numbers, as in 127,0", "window_size")
     before = int(numbers[0])
     return None if before < 0 else before + 1
@@ -217,15 +217,15 @@ def layer_kinds(a: Arguments) -> list[bool]:
 def frequency(a: Arguments, dest: str) -> int | list[int]:
     """Return a frequency, or the list of layers that an expression such as [0]*3+[1]*58 stands for."""
     text = str(a[dest]).replace(" ", "").strip("()")
-    if text.isdigit() and int(text) > 0:
+    if text.isdecimal() and int(text) > 0:
         return int(text)
     layers: list[int] = []
     for part in text.replace("+", "\n").split("\n"):
         listed, _, times = part.strip("()").partition("*")
         inner = listed[1:-1].split(",")
-        if not (listed.startswith("[") and listed.endswith("]") and all(n.isdigit() for n in inner)):
+        if not (listed.startswith("[") and listed.endswith("]") and all(n.isdecimal() for n in inner)):
             refuse_run(a, "a frequency must be a number, or lists as in [0]*3+[1]*58", dest)
-        layers += [int(n) for n in inner] * (int(times) if times.isdigit() else 1)
+        layers += [int(n) for n in inner] * (int(times) if times.isdecimal() else 1)
     if len(layers) != a["num_layers"]:
         refuse_run(a, f"the list has {len(layers)} layers, but the model {a['num_layers']}", dest)
     return layers

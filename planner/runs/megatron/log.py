@@ -53,7 +53,7 @@ def read_log(text: str, path: str, devices: int | None, hints: Hints) -> Trainin
     if "num_layers" not in stated and "encoder_num_layers" not in stated:
         raise UserError(f"{path} lists no argument that says how many layers the model has")
     world = stated.get("world_size")
-    count = devices or (int(world.text) if world and world.text.isdigit() else None)
+    count = devices or (int(world.text) if world and world.text.isdecimal() else None)
     if count is None:
         raise UserError(f"{path} does not list world_size\ngive the number of GPUs: --gpus 64xH100")
     assumed = tuple(_notes(stated, lines, path))
@@ -101,12 +101,16 @@ def _notes(stated: Mapping[str, Word], lines: Sequence[str], path: str) -> Itera
         more = ", …" if len(others) > SHOWN_ARGUMENTS else ""
         names = ", ".join(shortened(name, 40) for name in others[:SHOWN_ARGUMENTS]) + more
         yield Note(f"{len(others)} listed arguments are not known, and left out: {names}", stated[others[0]].origin)
+    end = next(number for number, line in enumerate(lines) if LISTING_END.search(line))
+    start = next(number for number, line in enumerate(lines) if LISTING_BEGIN.search(line))
+    strange = [line for line in lines[start + 1 : end] if " ...." in line and not ARGUMENT.search(line)]
+    if strange:
+        yield Note(f"{len(strange)} lines of the list of arguments are not understood, and left out")
     if lacking := [dest for dest in ALWAYS_LISTED if dest not in stated]:
         yield Note(f"the log does not list {', '.join(lacking)}: the default of Megatron-LM is taken")
-    ends = [number for number, line in enumerate(lines) if LISTING_END.search(line)]
     changed = [
         dest
-        for dest, word in _arguments(lines[ends[0] + 1 :], path)
+        for dest, word in _arguments(lines[end + 1 :], path)
         if dest in stated and word.text != stated[dest].text and dest in known and known[dest].effect is Effect.READ
     ]
     if changed:
@@ -149,7 +153,7 @@ def _chunks(word: Word, given: Mapping[str, GivenArgument]) -> dict[str, GivenAr
     """Return the number of chunks as the flag that states it, unless a layout or a number of layers does."""
     others = ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage")
     dest = "num_virtual_stages_per_pipeline_rank"
-    if not word.text.isdigit() or dest in given or any(other in given for other in others):
+    if not word.text.isdecimal() or dest in given or any(other in given for other in others):
         return {}
     flag = by_dest()[dest]
     return {dest: GivenArgument(flag, int(word.text), evolve(word, text=flag.name), (word,))}

@@ -43,7 +43,7 @@ def build_model(a: Arguments, vocab: int, name: str = "run") -> Model:
     x = tokens >> Embed(wte)
     x = x >> normed if a["embed_layernorm"] else x
     if (kind := position_embedding(a)) == "learned_absolute":
-        x = x >> Positions(weight("wpe", Dim("position", a["max_position_embeddings"] or a["seq_length"]), d))
+        x = x >> Positions(weight("wpe", Dim("position", _positions(a)), d))
     elif kind not in ("rope", "none", "alibi"):
         refuse_run(a, f"positions of the kind {kind} are not modelled", "position_embedding_type")
     for one in drop:
@@ -62,6 +62,16 @@ def build_model(a: Arguments, vocab: int, name: str = "run") -> Model:
         share = a["mtp_loss_scaling_factor"] / ahead
         losses.append((share, x >> normed >> Unembed(head) >> NextToken(y, offset=i + 1)))
     return model(name, weighted_sum(*losses), std=a["init_method_std"])
+
+
+def _positions(a: Arguments) -> int:
+    """Return the number of learned positions. Raise UserError for fewer than a sequence has."""
+    seq = a["seq_length"] or a["encoder_seq_length"]
+    positions: int = a["max_position_embeddings"] or seq
+    if positions < seq:
+        what = f"{positions} learned positions are fewer than the {seq} tokens of a sequence"
+        refuse_run(a, f"{what}, so Megatron-LM does not start", "max_position_embeddings")
+    return positions
 
 
 def _dropout(a: Arguments) -> tuple[Dropout, ...]:

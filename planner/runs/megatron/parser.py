@@ -191,7 +191,7 @@ def looks_like_flag(text: str) -> bool:
     """Return whether argparse takes a word as an option rather than as a value."""
     if len(text) < 2 or not text.startswith("-") or " " in text.partition("=")[0]:
         return False
-    return not text[1:].replace(".", "", 1).isdigit()
+    return not text[1:].replace(".", "", 1).isdecimal()
 
 
 def _find(name: str, *, abbreviated: bool) -> Flag | str:
@@ -227,7 +227,7 @@ def _read(flag: Flag, word: Word, taken: tuple[Word, ...]) -> GivenArgument | Tr
         if taken:
             return Trouble(f"{flag.name} takes no value", word.origin, flag.name.removeprefix("--"))
         return GivenArgument(flag, flag.sets, word)
-    if (flag.nargs.isdigit() and len(taken) != int(flag.nargs)) or (flag.nargs == "+" and not taken):
+    if (flag.nargs.isdecimal() and len(taken) != int(flag.nargs)) or (flag.nargs == "+" and not taken):
         many = {"1": "a value", "+": "at least one value"}.get(flag.nargs, f"{flag.nargs} values")
         return Trouble(f"{flag.name} needs {many}", word.origin, flag.name.removeprefix("--"))
     matters = flag.effect in (Effect.READ, Effect.REFUSED) and flag.dest not in ASKED_ELSEWHERE

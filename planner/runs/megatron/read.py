@@ -176,6 +176,8 @@ def _notes(a: Arguments) -> Iterator[tuple[str, str]]:
         yield f"matrix products are in {'fp8' if a['fp8'] else 'fp4'}; --bf16 is the format of the rest", "bf16"
     if a["deepspeed"]:
         yield "DeepSpeed runs this; the prediction is for Megatron-core with Transformer Engine", "deepspeed"
+    if (positions := a["max_position_embeddings"]) and positions < (a["seq_length"] or a["encoder_seq_length"] or 0):
+        yield f"Megatron-LM does not start with {positions} positions and longer sequences", "max_position_embeddings"
     if a["rampup_batch_size"]:
         yield "the batch grows; the prediction is for the last one", "rampup_batch_size"
     if a["recompute_method"] == "uniform" and (a["recompute_num_layers"] or 1) > 1:

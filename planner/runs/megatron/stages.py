@@ -120,7 +120,7 @@ def _unrolled(a: Arguments, text: str) -> Iterator[str]:
         digits = ""
         if text[at : at + 1] == "*":
             at += 1
-            while text[at : at + 1].isdigit():
+            while text[at : at + 1].isdecimal():
                 digits, at = digits + text[at], at + 1
         yield unit * int(digits or 1)
 

@@ -10,6 +10,13 @@ from .refusal import refuse_run
 
 GPT2 = 50_257  # tokens of GPT-2's merges
 TIKTOKEN = 2**17  # of Megatron-LM's TikTokenizer without --vocab-size
+_TOKENIZERS = """
+BertWordPieceLowerCase BertWordPieceCase GPT2BPETokenizer SentencePieceTokenizer GPTSentencePieceTokenizer
+HuggingFaceTokenizer Llama2Tokenizer TikTokenizer MultimodalTokenizer NullTokenizer NullMultimodalTokenizer SFTTokenizer
+PretrainedFromHF
+"""
+TOKENIZERS = frozenset(_TOKENIZERS.split())
+"""Tokenizers of Megatron-LM's releases and of BigScience's fork, of which --vocab-size is the number of tokens."""
 # Tokens of the tokenizers of published models on huggingface.co, added ones included, as len(tokenizer) counts them.
 HUB: Mapping[str, int] = MappingProxyType(
     {
@@ -49,7 +56,10 @@ def vocabulary(a: Arguments, stated: int | None) -> tuple[int, str]:
     if kind == "TikTokenizer":
         return size or TIKTOKEN, "" if size else "TikTokenizer's own number"
     if size is not None:
-        return size + (kind == "NullTokenizer"), ""
+        strange = kind is not None and kind not in TOKENIZERS
+        return size + (
+            kind == "NullTokenizer"
+        ), "the file's own number, of a tokenizer that is not known" if strange else ""
     if kind == "HuggingFaceTokenizer" and name in HUB:
         return HUB[name], f"the tokenizer of {name}"
     which = f"the vocabulary of {kind}" if kind else "the vocabulary"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.runs.settings.bridge import bridge_run
+from megaloom.planner.runs.settings.bridge import CONTAINER_FIELDS, bridge_run
 from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.tree import Setting, Tree, overlaid
 from megaloom.planner.runs.words import Word
@@ -29,6 +29,9 @@ def bridge_recipe_run(config: Value, path: str, overrides: Tree, environment: Ma
     if config.last != CONTAINER:
         what = f"{config.origin}: what {config.last} sets is not known, since its file is not there"
         raise UserError(f"{what}\nread it beside a clone of Megatron-Bridge, or where it is installed")
+    for key in config.fields:
+        if key not in CONTAINER_FIELDS:
+            raise UserError(f"{config.origin}: {CONTAINER} has no field {key:.40}")
     peft = config.fields.get("peft")
     if peft is not None and not (isinstance(peft, Known) and peft.value is None):
         raise UserError(f"{config.origin}: adapters of Megatron-Bridge are not modelled")

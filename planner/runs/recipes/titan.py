@@ -9,6 +9,7 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun
+from megaloom.planner.runs.settings.near_names import nearly_spelled
 from megaloom.planner.runs.settings.torchtitan import torchtitan_run
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, overlaid, placed, plain_setting, setting_at
 from megaloom.planner.runs.words import Origin, Word
@@ -26,6 +27,7 @@ AC_CLASSES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "m
 SUBCOMMAND = "activation_checkpoint:"
 TITAN_SECTIONS = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
 """Sections that are read, and the classes of their values."""
+_SECTIONS = (*TITAN_SECTIONS, "model_spec", "activation_checkpoint")
 OF_MODEL = ("num_mtp_layers", "tp_gemm_backend")
 """Arguments of `model_registry` that change a step, with names of our own in the section of the model."""
 
@@ -36,6 +38,10 @@ def titan_run(config: Value, path: str, overrides: Sequence[Word] = ()) -> Setti
     flavor = _flavor(spec)
     if not isinstance(config, Instance) or not isinstance(spec, Instance) or flavor is None:
         raise UserError(f"{path} builds no configuration of torchtitan with a flavor of a model")
+    for key, value in config.fields.items():
+        if key not in _SECTIONS and any(nearly_spelled(key, one) for one in _SECTIONS):
+            origin = value.origin if isinstance(value, Instance | Known | Foreign) else config.origin
+            raise UserError(f"{origin}: the section {key:.40} of torchtitan is not known")
     tree: dict[str, Tree] = {"model": _model(spec, flavor, path), "activation_checkpoint": {"mode": _mode(config)}}
     if (recipe := _float8_recipe(spec)) is not None:
         tree["quantize"] = {"linear": {"float8": {"recipe_name": recipe}}}
@@ -181,6 +187,6 @@ def _number(tree: Tree, path: str, default: int, origin: Origin) -> Word:
     """Return a whole number of the settings. Raise UserError for another text, and for 0."""
     value = setting_at(tree, path)
     word = value.word if value else Word(str(default), origin)
-    if word.unknown or not word.text.removeprefix("-").isdigit() or int(word.text) == 0:
+    if word.unknown or not word.text.removeprefix("-").isdecimal() or int(word.text) == 0:
         raise UserError(f"{word.origin}: {path} is not known")
     return word

@@ -12,12 +12,27 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.planner.export.accelerate_keys import ACCELERATE_KEYS, MEGATRON_PREFIX, MICROBATCHES, OTHER_DEFAULTS
 from megaloom.planner.runs.settings.flag_words import SettingsRun, renamed, switch_words
+from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, plain_setting, setting_at
 from megaloom.planner.runs.words import Word
 
 ACCELERATE = "Accelerate"
 _ASKED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "vocab-size")
 _PRECISIONS = {"no": (), "bf16": ("--bf16",), "fp16": ("--fp16",), "fp8": ("--bf16", "--fp8-format", "hybrid")}
+_TOP_LEVEL = (
+    "distributed_type",
+    "num_processes",
+    "num_machines",
+    "mixed_precision",
+    "megatron_lm_config",
+    "fsdp_config",
+)
+_OF_FSDP = (
+    *(f"fsdp_config.fsdp_{key}" for key in ("sharding_strategy", "reshard_after_forward", "offload_params")),
+    "fsdp_config.fsdp_activation_checkpointing",
+    *(f"parallelism_config.parallelism_config_{key}_size" for key in ("dp_replicate", "dp_shard", "tp", "cp")),
+)
+_HARMLESS = frozenset({"gradient_clipping", "train_iters", "eval_iters", "eval_interval", "save_interval", "seed"})
 _SHARDING = {
     "FULL_SHARD": "optim_grads_params",
     "SHARD_GRAD_OP": "optim_grads",
@@ -54,7 +69,7 @@ def accelerate_run(tree: Tree, path: str, flags: Sequence[Word]) -> SettingsRun:
 
 
 def _number(value: Setting, path: str) -> int:
-    if not value.text.isdigit() or value.text == "0":
+    if not value.text.isdecimal() or value.text == "0":
         raise UserError(
             f"{value.word.origin if value else path}: a count must be a number from 1, got {value.text:.40}"
         )
@@ -62,6 +77,12 @@ def _number(value: Setting, path: str) -> int:
 
 
 def _words(tree: Tree, path: str, given: Mapping[str, Word], count: int) -> Iterator[Word]:
+    config = found(tree, "megatron_lm_config")
+    keys = {MEGATRON_PREFIX + key for key in (*ACCELERATE_KEYS.values(), MICROBATCHES)}
+    yield from near_names(tree, (*_TOP_LEVEL, *_OF_FSDP))
+    for key, unread in config.items() if isinstance(config, Mapping) else ():
+        if key not in keys and key.removeprefix(MEGATRON_PREFIX) not in _HARMLESS:
+            yield unknown_setting(f"megatron_lm_config.{key}", unread)
     kind, precision = setting_at(tree, "distributed_type"), setting_at(tree, "mixed_precision")
     assert kind is not None
     if precision:
@@ -96,7 +117,7 @@ def _megatron_words(
     sizes = [_number(values[name], path) if name in values else 1 for name in list(ACCELERATE_KEYS)[:2]]
     ranks = count // (sizes[0] * sizes[1] * _number(values["context-parallel-size"], path))
     micro = given["micro-batch-size"].text.partition("=")[2]
-    if "global-batch-size" not in given and micro.isdigit():
+    if "global-batch-size" not in given and micro.isdecimal():
         batch = int(micro) * max(1, ranks) * _number(microbatches, path)
         yield from renamed("--global-batch-size", microbatches, str(batch))
 

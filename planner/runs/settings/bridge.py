@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from attrs import evolve
+
 from megaloom.planner.export.bridge_fields import SWITCH_FIELDS, VALUE_FIELDS
 from megaloom.planner.export.megatron_fsdp import GATHERS_8_BITS
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed
 from megaloom.planner.runs.settings.interpolation import Interpolation
+from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, leaves, setting_at
 from megaloom.planner.runs.words import Word
 
@@ -22,6 +25,13 @@ _SECTIONS = (
     "mixed_precision",
     "logger",
 )
+_OF_CONTAINER = """
+model train validation ddp optimizer optimizer_config_override_provider scheduler dataset logger tokenizer checkpoint
+dist ft straggler nvrx_straggler profiling peft comm_overlap mixed_precision tensor_inspect inprocess_restart rng
+rerun_state_machine env_vars resources config
+"""
+CONTAINER_FIELDS = frozenset(_OF_CONTAINER.split())
+"""Sections of Megatron-Bridge's ConfigContainer (training/config.py, 0.3 to 0.6), and those of its scripts."""
 _FLAGS = {path: option for option, path in VALUE_FIELDS.items()} | {
     "comm_overlap.tp_comm_overlap": "tp-comm-overlap",
     "comm_overlap.overlap_moe_expert_parallel_comm": "overlap-moe-expert-parallel-comm",
@@ -31,8 +41,28 @@ _FLAGS = {path: option for option, path in VALUE_FIELDS.items()} | {
     "train.manual_gc": "manual-gc",
 }
 """Fields, and the flags of Megatron-LM that say it."""
+_OF_MEGATRON = """
+optimizer.optimizer optimizer.use_precision_aware_optimizer optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype
+optimizer.main_params_dtype optimizer.main_grads_dtype optimizer.optimizer_cpu_offload
+optimizer.overlap_cpu_optimizer_d2h_h2d optimizer.use_torch_optimizer_for_cpu_offload
+optimizer.overlap_param_gather_with_optimizer_step ddp.fsdp_double_buffer ddp.outer_dp_sharding_strategy
+ddp.keep_fp8_transpose_cache ddp.fp8_param_gather ddp.suggested_communication_unit_size ddp.delay_wgrad_compute
+comm_overlap.defer_embedding_wgrad_compute comm_overlap.delay_wgrad_compute
+comm_overlap.overlap_param_gather_with_optimizer_step mixed_precision.fp8_param_gather
+mixed_precision.first_last_layers_bf16 mixed_precision.reuse_grad_buf_for_mxfp8_param_ag
+"""
+_SAME_NAMES = frozenset(_OF_MEGATRON.split())
+"""Fields outside of the model that have the names of Megatron-LM's flags, and may change a step."""
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_OTHER_NAMES = frozenset({"eval_interval", "eval_iters", "num_epochs", "max_steps"})
 _SWITCHED = {next(iter(fields.items())): option for option, fields in SWITCH_FIELDS.items() if fields}
 """Fields with the values that a switch of Megatron-LM stands for; of several, the first tells it."""
+_SWITCHES = frozenset(path for path, value in _SWITCHED if value in ("True", "False")) - {"model.rope_scaling"}
+"""Fields that are true or false."""
+_OTHER_PATHS = ("model.seq_length", "dataset.seq_length", "dataset.sequence_length", "mixed_precision")
+_OUTSIDE_OF_MODEL = frozenset(
+    path for path in (*_FLAGS, *_SAME_NAMES, *(path for path, _ in _SWITCHED), *_OTHER_PATHS) if path[:6] != "model."
+)
 _SILENT = frozenset(path for fields in SWITCH_FIELDS.values() for path in fields) | {
     "model.gated_linear_unit",  # read with the activation
     "model.transformer_layer_spec",
@@ -72,6 +102,10 @@ def bridge_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
 
 
 def _words(tree: Tree | None) -> Iterator[Word]:
+    yield from near_names(tree, _OUTSIDE_OF_MODEL, _OTHER_NAMES)
+    yield from _unread_sections(tree)
+    if isinstance(tree, Mapping):
+        yield from (unknown_setting(name, one) for name, one in tree.items() if name not in CONTAINER_FIELDS)
     for path, value in leaves(tree):
         if not (path == "model.virtual_pipeline_model_parallel_size" and _has_stages(tree)):
             yield from _field_words(path, value)
@@ -92,6 +126,14 @@ def _words(tree: Tree | None) -> Iterator[Word]:
             yield Word(f"--{GATHERS_8_BITS}", precision.word.origin)  # training/mixed_precision.py: fp8_param_gather
 
 
+def _unread_sections(tree: Tree | None) -> Iterator[Word]:
+    """Yield as unknown the sections that are read and are no mappings: a name that stands for an object elsewhere."""
+    for name in ("model", "train", "ddp", "optimizer", "dataset", "comm_overlap"):
+        section = found(tree, name)
+        if isinstance(section, Setting) and section.kind != "null":
+            yield unknown_setting(name, section)
+
+
 def _has_stages(tree: Tree | None) -> bool:
     """Return whether a text states the layers of each stage, and so the number of model chunks."""
     return setting_at(tree, "model.pipeline_model_parallel_layout") is not None
@@ -109,6 +151,11 @@ def _field_words(path: str, value: Tree) -> Iterator[Word]:
         text = ",".join(item.text for item in items)
         flag = f"--{key.replace('_', '-')}"
         yield from renamed(flag, items[0] if items else None, f"[{text}]" if key == "moe_layer_freq" else text)
+    elif path in _SAME_NAMES and isinstance(value, Setting):
+        text = value.text.removeprefix("torch.")
+        yield from flag_words(key, evolve(value, word=evolve(value.word, text=_DTYPES.get(text, value.text))))
+    elif path in _SWITCHES and isinstance(value, Setting):
+        _ = value.is_true  # refuses what is neither true nor false
     elif section == "model" and path not in _SILENT:
         yield from flag_words(key, value)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from attrs import evolve, field, frozen
 
+from megaloom.planner.runs.settings.near_names import nearly_spelled, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, items_of_list
 from megaloom.planner.runs.words import Command, Origin, Script, Unknown, Word
 
@@ -47,6 +48,9 @@ _SWITCHES = frozenset({"sequence_parallel", "bf16", "fp16", "swiglu"})
 
 def flag_words(key: str, value: Tree | None) -> Iterator[Word]:
     """Yield the flag of a setting and its value; nothing for null, and for a switch that is not set."""
+    if "-" in key:  # settings have underscores: another spelling is none of theirs
+        yield unknown_setting(f"settings.{key}", value if value is not None else [])
+        return
     flag = "--" + _NAMED_OTHERWISE.get(key, key).replace("_", "-")
     if not isinstance(value, Setting):
         items = items_of_list(value)
@@ -63,6 +67,8 @@ def flag_words(key: str, value: Tree | None) -> Iterator[Word]:
                 yield Word(f"--{_SWITCHED_OFF[key]}", origin)
         elif value.is_true:
             yield Word(flag, origin)
+        elif any(nearly_spelled(key, one) for one in _SWITCHED_OFF):
+            yield unknown_setting(f"settings.{key}", value)  # false of a switch that may be on without it
         return
     yield Word(flag, origin)
     yield value.word
@@ -95,6 +101,7 @@ class SettingsRun:
     program: str = "pretrain_gpt.py"
     unknown: tuple[Unknown, ...] = ()
     assumed: tuple[Unknown, ...] = ()
+    repeated: tuple[Word, ...] = ()  # settings that stand again with another value, which counts
 
     def script(self, path: str) -> Script:
         """Return the run as the one command of a script: `torchrun … PROGRAM FLAGS`."""

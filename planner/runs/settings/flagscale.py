@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
+from megaloom.planner.runs.settings.near_names import near_names
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, leaves, setting_at
 from megaloom.planner.runs.words import Word
 
 _GROUPS = ("system", "model", "data")
+_PATHS = ("experiment.runner.nnodes", "experiment.runner.nproc_per_node", "experiment.envs", "train")
 
 
 def is_flagscale(tree: Tree | None) -> bool:
@@ -30,7 +32,7 @@ def flagscale_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
     variables = {n: v.word for n, v in leaves(found(resolved, "experiment.envs")) if isinstance(v, Setting)}
     return SettingsRun(
         framework="FlagScale",
-        words=tuple(_words(group)),
+        words=(*near_names(resolved, _PATHS), *_words(group)),
         nodes=nodes.word if nodes else None,
         per_node=per_node.word if per_node else None,
         environment=variables,
@@ -39,7 +41,8 @@ def flagscale_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
 
 
 def _words(group: Tree | None) -> Iterator[Word]:
+    yield from near_names(group, _GROUPS)
     for name in _GROUPS:
         for path, value in leaves(found(group, name)):
-            key = path.rpartition(".")[2]
+            key = path.rpartition(".")[2].replace("-", "_")
             yield from flag_words(key, value)

@@ -6,19 +6,20 @@ from collections.abc import Iterator, Mapping
 
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
+from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, setting_at
 from megaloom.planner.runs.words import Unknown, Word
 
 _RENAMED = {
-    "encoder_seq_length": "seq-length",
-    "layernorm_epsilon": "norm-epsilon",
-    "rotary_percentage": "rotary-percent",
-    "num_moe_experts": "num-experts",
-    "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
-    "activations_checkpoint_granularity": "recompute-granularity",
-    "activations_checkpoint_method": "recompute-method",
-    "activations_checkpoint_num_layers": "recompute-num-layers",
-    "ub_tp_comm_overlap": "tp-comm-overlap",
+    "encoder_seq_length": "seq_length",
+    "layernorm_epsilon": "norm_epsilon",
+    "rotary_percentage": "rotary_percent",
+    "num_moe_experts": "num_experts",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "activations_checkpoint_granularity": "recompute_granularity",
+    "activations_checkpoint_method": "recompute_method",
+    "activations_checkpoint_num_layers": "recompute_num_layers",
+    "ub_tp_comm_overlap": "tp_comm_overlap",
     "bias_dropout_add_fusion": "bias_dropout_fusion",
     "sync_batch_comm": "",
     "batch_p2p_comm": "",
@@ -97,6 +98,12 @@ _HARMLESS = frozenset(
     }
 )
 """Keys that change neither the sizes of a model nor its layout, and hardly time or memory."""
+_PATHS = (
+    *(f"trainer.{key}" for key in ("devices", "num_nodes", "precision")),
+    *(f"model.optim.{key}" for key in ("name", "overlap_grad_sync", "overlap_param_sync", "grad_sync_dtype")),
+    *(f"model.tokenizer.{key}" for key in ("library", "type", "vocab_file", "merge_file")),
+)
+_ADAM = frozenset({"adam", "adamw", "fused_adam", "megatron_fused_adam"})
 _DISTRIBUTED = frozenset({"mcore_distributed_optim", "distributed_fused_adam"})
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
@@ -112,7 +119,13 @@ def nemo_run(tree: Tree, environment: Mapping[str, str], missing: tuple[Unknown,
     resolved = inserted.resolved(tree)
     nodes, per_node = setting_at(resolved, "trainer.num_nodes"), setting_at(resolved, "trainer.devices")
     model = found(resolved, "model")
-    words = (*_model_words(model), *_precision(resolved), *_optimizer(found(model, "optim")), *_tokenizer(model))
+    words = (
+        *near_names(resolved, _PATHS),
+        *_model_words(model),
+        *_precision(resolved),
+        *_optimizer(found(model, "optim")),
+        *_tokenizer(model),
+    )
     return SettingsRun(
         framework="NeMo 1",
         words=words,
@@ -171,6 +184,10 @@ def _precision(tree: Tree | None) -> Iterator[Word]:
 
 def _optimizer(optim: Tree | None) -> Iterator[Word]:
     name = setting_at(optim, "name")
+    if optim is not None and name is None:
+        yield unknown_setting("model.optim without name", optim)
+    if name and name.text not in _DISTRIBUTED | _ADAM:
+        yield from renamed("--optimizer", name)  # which is refused
     yield from switch_words("--use-distributed-optimizer", name if name and name.text in _DISTRIBUTED else None)
     for key, flag in (("overlap_grad_sync", "--overlap-grad-reduce"), ("overlap_param_sync", "--overlap-param-gather")):
         value = setting_at(optim, key)

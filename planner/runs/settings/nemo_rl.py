@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
+from megaloom.planner.runs.settings.near_names import near_names
 from megaloom.planner.runs.settings.tree import Tree, found, setting_at
 from megaloom.planner.runs.words import Unknown, Word
 
@@ -14,20 +15,50 @@ _RENAMED = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-_PARALLEL = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "apply_rope_fusion",
-    "moe_token_dispatcher_type",
-    "moe_enable_deepep",
-    "moe_permute_fusion",
+_POLICY = (
+    "model_name",
+    "train_global_batch_size",
+    "train_micro_batch_size",
+    "max_total_sequence_length",
+    "precision",
+    "megatron_cfg",
+    "sequence_packing.enabled",
+    "dynamic_batching.enabled",
+    *(
+        f"megatron_cfg.distributed_data_parallel_config.{key}"
+        for key in ("overlap_grad_reduce", "overlap_param_gather")
+    ),
+    "megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32",
+    "megatron_cfg.fp8_cfg.enabled",
+    "megatron_cfg.peft.enabled",
 )
+"""Paths below `policy` that are read."""
+_CLUSTER = ("cluster.num_nodes", "cluster.gpus_per_node", "policy")
+_OTHER_KEYS = frozenset({"train_mb_tokens", "logprob_mb_tokens", "refit_buffer_size_gb", "logprob_batch_size"})
+_OF_OPTIMIZER = frozenset({"bf16", "fp16", "params_dtype"})  # which the policy's precision sets
+_READ_BELOW = frozenset(
+    {
+        "enabled",
+        "activation_checkpointing",
+        "recompute_granularity",
+        "recompute_modules",
+        "distributed_data_parallel_config",
+        "optimizer",
+        "fp8_cfg",
+        "peft",
+        "bias_activation_fusion",
+    }
+)
+_IGNORED = """
+env_vars scheduler checkpoint converter_type force_reconvert_from_hf pipeline_dtype freeze_moe_router defer_fp32_logits
+use_gloo_process_groups clear_memory_caches_before_refit cuda_graph_modules cuda_graph_warmup_steps offload_modules
+moe_pad_experts_for_cuda_graph_inference inference_moe_token_dispatcher_type inference_grouped_gemm_backend
+radio_force_cpe_eval_mode freeze_vision_model freeze_vision_projection freeze_sound_encoder freeze_sound_projection
+freeze_config moe_per_layer_logging moe_router_bias_update_rate fused_linear_logprobs_chunk_size layernorm_epsilon
+hybridep_num_ranks_per_nvlink_domain hybridep_use_mnnvl mtp_use_repeated_layer mtp_detach_heads train_iters
+"""
+_HARMLESS = frozenset(_IGNORED.split())
+"""Keys of `megatron_cfg` that change neither the layout nor the arithmetic of a training step."""
 
 
 def is_nemo_rl(tree: Tree | None) -> bool:
@@ -46,7 +77,7 @@ def nemo_rl_run(tree: Tree, path: str, environment: Mapping[str, str], missing: 
     model = setting_at(resolved, "policy.model_name")
     return SettingsRun(
         framework="NeMo-RL",
-        words=tuple(_words(found(resolved, "policy"))),
+        words=(*near_names(resolved, _CLUSTER), *_words(found(resolved, "policy"))),
         nodes=nodes.word if nodes else None,
         per_node=per_node.word if per_node else None,
         model=model.word if model else None,
@@ -57,8 +88,13 @@ def nemo_rl_run(tree: Tree, path: str, environment: Mapping[str, str], missing: 
 
 def _words(policy: Tree | None) -> Iterator[Word]:
     megatron = found(policy, "megatron_cfg")
-    for key in _PARALLEL:
-        yield from flag_words(_RENAMED.get(key, key), found(megatron, key))
+    yield from near_names(policy, _POLICY, _OTHER_KEYS)
+    for key, one in megatron.items() if isinstance(megatron, Mapping) else ():
+        if key not in _READ_BELOW | _HARMLESS:
+            yield from flag_words(_RENAMED.get(key, key), one)
+    for name in ("sequence_packing", "dynamic_batching"):
+        packed = setting_at(policy, f"{name}.enabled")
+        yield from switch_words("--pack-sequences", packed if packed and packed.is_true else None)
     yield from renamed("--micro-batch-size", setting_at(policy, "train_micro_batch_size"))
     yield from renamed("--global-batch-size", setting_at(policy, "train_global_batch_size"))
     yield from renamed("--seq-length", setting_at(policy, "max_total_sequence_length"))
@@ -66,15 +102,43 @@ def _words(policy: Tree | None) -> Iterator[Word]:
     names = {"bfloat16": "--bf16", "float16": "--fp16", "float32": ""}
     if precision and (flag := names.get(precision.text, f"--precision-{precision.text}")):
         yield Word(flag, precision.word.origin)
-    recompute = setting_at(megatron, "activation_checkpointing")
-    if recompute and recompute.is_true:
-        yield from renamed("--recompute-granularity", recompute, "full")
-        yield from renamed("--recompute-method", recompute, "uniform")
-        yield from renamed("--recompute-num-layers", recompute, "1")
+    yield from _recompute(megatron)
     ddp = found(megatron, "distributed_data_parallel_config")
     for key in ("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32"):
         value = setting_at(ddp, key)
         flag = "--accumulate-allreduce-grads-in-fp32" if key == "grad_reduce_in_fp32" else f"--{key.replace('_', '-')}"
         yield from switch_words(flag, value if value and value.is_true else None)
-    distributed = setting_at(megatron, "optimizer.use_distributed_optimizer")
-    yield from switch_words("--use-distributed-optimizer", distributed if distributed and distributed.is_true else None)
+    optimizer = found(megatron, "optimizer")
+    for key, one in optimizer.items() if isinstance(optimizer, Mapping) else ():
+        yield from () if key in _OF_OPTIMIZER else flag_words(key, one)
+    yield from _narrow(megatron)
+
+
+def _recompute(megatron: Tree | None) -> Iterator[Word]:
+    """Yield what is recomputed: whole layers, unless modules are asked for."""
+    recompute = setting_at(megatron, "activation_checkpointing")
+    if not (recompute and recompute.is_true):
+        return
+    granularity = setting_at(megatron, "recompute_granularity")
+    if granularity and granularity.text == "selective":
+        yield from renamed("--recompute-granularity", granularity)
+        yield from flag_words("recompute_modules", found(megatron, "recompute_modules"))
+        return
+    yield from renamed("--recompute-granularity", granularity or recompute, granularity.text if granularity else "full")
+    yield from renamed("--recompute-method", recompute, "uniform")
+    yield from renamed("--recompute-num-layers", recompute, "1")
+
+
+def _narrow(megatron: Tree | None) -> Iterator[Word]:
+    """Yield the flags of products in 8 bits, and those of kernels. Raise UserError for adapters."""
+    fp8 = setting_at(megatron, "fp8_cfg.enabled")
+    if fp8 and fp8.is_true:
+        yield from renamed("--fp8-format", setting_at(megatron, "fp8_cfg.fp8") or fp8, None)
+        yield from renamed("--fp8-recipe", setting_at(megatron, "fp8_cfg.fp8_recipe"))
+        param = setting_at(megatron, "fp8_cfg.fp8_param")
+        yield from switch_words("--fp8-param-gather", param if param and param.is_true else None)
+    fused = setting_at(megatron, "bias_activation_fusion")
+    yield from switch_words("--no-bias-swiglu-fusion", fused if fused and not fused.is_true else None)
+    peft = setting_at(megatron, "peft.enabled")
+    if peft and peft.is_true:
+        raise UserError(f"{peft.word.origin}: adapters of NeMo-RL are not modelled")

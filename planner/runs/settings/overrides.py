@@ -29,6 +29,19 @@ def override_tree(words: Sequence[Word]) -> Tree:
     return tree
 
 
+def repeated_overrides(words: Sequence[Word]) -> tuple[Word, ...]:
+    """Return the words KEY=VALUE whose key stands before with another value."""
+    last: dict[str, str] = {}
+    repeated = []
+    for word in words:
+        if (match := _OVERRIDE.fullmatch(word.text)) and not word.text.startswith("-"):
+            value = _unquoted(match[3])
+            if last.setdefault(match[2], value) != value:
+                repeated.append(evolve(word, text=match[2]))
+            last[match[2]] = value
+    return tuple(repeated)
+
+
 def _unquoted(text: str) -> str:
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if is_quoted else text

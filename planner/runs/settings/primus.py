@@ -8,6 +8,7 @@ from pathlib import Path
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
+from megaloom.planner.runs.settings.near_names import near_names
 from megaloom.planner.runs.settings.parents import ParentFiles, upward
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, overlaid, setting_at
 from megaloom.planner.runs.words import Unknown, Word
@@ -37,7 +38,8 @@ def primus_run(tree: Tree, path: str, environment: Mapping[str, str], is_flag: C
         base = overlaid(base, _parent(parents, folder, setting_at(module, key), environment))
     own = found(module, "overrides")
     both = overlaid(base, own)
-    words = tuple(_words(both if isinstance(both, Mapping) else {}, own, is_flag))
+    near = near_names(module, ("framework", "config", "model", "overrides"))
+    words = (*near, *_words(both if isinstance(both, Mapping) else {}, own, is_flag))
     unknown = (*parents.missing,)
     return SettingsRun(framework=f"Primus ({name})", words=words, unknown=unknown, assumed=tuple(inserted.assumed))
 

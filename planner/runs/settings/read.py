@@ -15,7 +15,7 @@ from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.flagscale import flagscale_run, is_flagscale
 from megaloom.planner.runs.settings.nemo import is_nemo, nemo_run
 from megaloom.planner.runs.settings.nemo_rl import is_nemo_rl, nemo_rl_run
-from megaloom.planner.runs.settings.overrides import override_tree
+from megaloom.planner.runs.settings.overrides import override_tree, repeated_overrides
 from megaloom.planner.runs.settings.parents import ParentFiles
 from megaloom.planner.runs.settings.primus import is_primus, override_path, primus_run
 from megaloom.planner.runs.settings.primus_command import PrimusCommand, near_file, primus_command
@@ -97,7 +97,9 @@ def settings_command(
     if is_swift(command):
         return swift_run(command)
     tree = override_tree(command.words)
-    return verl_run(tree, environment) if is_verl(tree) else None
+    if not is_verl(tree):
+        return None
+    return evolve(verl_run(tree, environment), repeated=repeated_overrides(command.words))
 
 
 def _of_primus(

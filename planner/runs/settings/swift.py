@@ -14,7 +14,7 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words
 from megaloom.planner.runs.settings.tree import Setting, Tree, plain_setting
-from megaloom.planner.runs.words import Command, Word
+from megaloom.planner.runs.words import Command, Origin, Word
 
 SUBCOMMANDS = frozenset({"sft", "pt"})
 OTHER_SUBCOMMANDS = {"rlhf": "learns from preferences or rewards", "export": "converts checkpoints"}
@@ -60,6 +60,9 @@ def swift_run(command: Command) -> SettingsRun:
     name, options = command.words[at], _options(command.words[at + 1 :])
     if name.text in OTHER_SUBCOMMANDS:
         raise UserError(f"{name.origin}: megatron {name.text} {OTHER_SUBCOMMANDS[name.text]}, which is not read")
+    for key in ("model", *_USUAL):
+        if len(several := options.get(key, ())) > 1:
+            raise UserError(f"{several[1].origin}: --{key} has one value, got {len(several)}")
     for key, usual in _USUAL.items():
         value = options.get(key)
         if value and value[0].text.lower() != usual:
@@ -67,10 +70,11 @@ def swift_run(command: Command) -> SettingsRun:
     model = options.get("model")
     return SettingsRun(
         framework="ms-swift",
-        words=(*(Word(text, name.origin) for text in _DEFAULTS.split()), *_words(options)),
+        words=(*(Word(text, name.origin) for text in _DEFAULTS.split()), *_words(options, name.origin)),
         nodes=command.environment.get("NNODES"),
         per_node=command.environment.get("NPROC_PER_NODE"),
         model=model[0] if model else None,
+        repeated=_repeated(command.words[at + 1 :]),
     )
 
 
@@ -94,14 +98,30 @@ def _options(words: Sequence[Word]) -> Mapping[str, Sequence[Word]]:
     return found
 
 
-def _words(options: Mapping[str, Sequence[Word]]) -> Iterator[Word]:
+def _repeated(words: Sequence[Word]) -> tuple[Word, ...]:
+    """Return the options that stand again with another value."""
+    starts = [position for position, word in enumerate(words) if word.text.startswith("--")]
+    last: dict[str, list[str]] = {}
+    repeated = []
+    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        for name, values in _options(words[start:end]).items():
+            texts = [word.text for word in values]
+            if last.setdefault(name, texts) != texts:
+                repeated.append(evolve(words[start], text=name))
+            last[name] = texts
+    return tuple(repeated)
+
+
+def _words(options: Mapping[str, Sequence[Word]], origin: Origin) -> Iterator[Word]:
     for key, values in options.items():
-        value = None if key in _HARMLESS else _value(values)
-        if value is not None:
-            yield from flag_words(_RENAMED.get(key, key), value)
+        name = _RENAMED.get(key, key)
+        if key not in _HARMLESS and values:
+            yield from flag_words(name, _value(values))
+        elif key not in _HARMLESS:
+            yield Word(f"--{name.replace('_', '-')}", origin)  # a switch without a value is on
 
 
-def _value(values: Sequence[Word]) -> Tree | None:
+def _value(values: Sequence[Word]) -> Tree:
     """Return the values of an option: one setting, or a list of several."""
     settings = [Setting(word, plain_setting(word.text, word.origin).kind) for word in values]
-    return settings[0] if len(settings) == 1 else settings or None
+    return settings[0] if len(settings) == 1 else settings

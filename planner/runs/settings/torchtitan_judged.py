@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.runs.settings.near_names import nearly_spelled
 from megaloom.planner.runs.words import Origin, Word
 
 _READ = frozenset(
@@ -40,6 +42,33 @@ _SILENT = frozenset(
     }
 )
 """Options of `parallelism` without effect on a layout, and hardly on time."""
+_WHOLE = re.compile(r"-?[0-9]{1,9}")
+_LEAST = {
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.context_parallel_degree": 1,
+    "parallelism.expert_parallel_degree": 1,
+    "parallelism.expert_tensor_parallel_degree": 1,
+    "parallelism.data_parallel_replicate_degree": 1,
+    "parallelism.data_parallel_shard_degree": -1,
+    "training.seq_len": 1,
+    "training.global_batch_size": -1,
+}
+"""Options that are whole numbers, and the least; -1 stands for what is left, or for no number."""
+_BOOLEAN = ("true", "false")
+_VALUES = {
+    "parallelism.fsdp_reshard_after_forward": ("default", "always", "never"),
+    "parallelism.enable_sequence_parallel": _BOOLEAN,
+    "training.mixed_precision_param": ("bfloat16", "float32"),
+    "training.mixed_precision_reduce": ("float32", "bfloat16"),
+}
+_NAMES = (
+    *("model.name", "model.flavor", "model.converters", "activation_checkpoint.mode"),
+    *("training.local_batch_size", "training.batch_size"),
+)
+_CLOSED = ("training", "parallelism", "activation_checkpoint")
+"""Sections in which an option of another section is a mistake."""
+_OTHER_KEYS = frozenset({"dataset", "dataset_path", "gc_freq", "gc_debug"})
 _OFF = ("", "false", "none", "null", "0", "standard", "default", "1D", "0.0")
 
 
@@ -74,6 +103,7 @@ _LEFT_OUT = (
 
 def check_torchtitan_options(options: Mapping[str, Word]) -> None:
     """Raise UserError for an option whose value is not known, that is not known itself, or that is not modelled."""
+    _check_spelling(options)
     known = {one.option for one in (*_REFUSED, *_LEFT_OUT)}
     for name, word in options.items():
         section, _, key = name.partition(".")
@@ -92,6 +122,45 @@ def check_torchtitan_options(options: Mapping[str, Word]) -> None:
     for one in converters.text.split(",") if converters is not None else ():
         if one and "float8" not in one:
             raise UserError(f"{options['model.converters'].origin}: torchtitan's converter {one:.40} is not modelled")
+
+
+def check_torchtitan_numbers(options: Mapping[str, Word]) -> None:
+    """Raise UserError for a value that torchtitan would not take, or take for another one."""
+    for name, word in options.items():
+        least = _LEAST.get(name)
+        if least is not None:
+            number = int(word.text) if _WHOLE.fullmatch(word.text) else 0
+            if number == 0 or number < least:
+                other = ", or -1 for what is left" if least < 0 else ""
+                raise UserError(f"{word.origin}: {name} must be a whole number from 1{other}, got {word.text:.20}")
+        if (values := _VALUES.get(name)) is not None and word.text.lower() not in values:
+            raise UserError(f"{word.origin}: {name} must be one of {', '.join(values)}, got {word.text:.20}")
+
+
+def _check_spelling(options: Mapping[str, Word]) -> None:
+    """Raise UserError for a section or an option that is nearly spelled as one that is read."""
+    read = {
+        *(f"parallelism.{key}" for key in _READ | _SILENT),
+        *_LEAST,
+        *_VALUES,
+        *_NAMES,
+        *(one.option for one in (*_REFUSED, *_LEFT_OUT)),
+    }
+    sections: dict[str, set[str]] = {}
+    for option in read:
+        section, _, key = option.partition(".")
+        sections.setdefault(section, set()).add(key)
+    for name, word in options.items():
+        section, _, key = name.partition(".")
+        near_section = section not in sections and any(nearly_spelled(section, one) for one in sections)
+        keys = sections.get(section, set())
+        elsewhere = section in sections and any(key in other for other in sections.values())
+        if (
+            near_section
+            or (elsewhere and key not in keys and section in _CLOSED)
+            or (key not in keys | _OTHER_KEYS and any(nearly_spelled(key, one) for one in keys))
+        ):
+            raise UserError(f"{word.origin}: the option {name:.60} of torchtitan is not known")
 
 
 def left_out_of_torchtitan(options: Mapping[str, Word]) -> Iterator[tuple[str, Origin]]:

@@ -68,4 +68,4 @@ def _cut(options: Mapping[str, Word], pp: int, layers: int, *, several: bool) ->
 
 def _number(options: Mapping[str, Word], name: str, default: int) -> int:
     word = options.get(f"parallelism.{name}")
-    return int(word.text) if word is not None and word.text.isdigit() else default
+    return int(word.text) if word is not None and word.text.isdecimal() else default

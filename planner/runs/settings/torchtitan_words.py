@@ -13,7 +13,7 @@ from megaloom.planner.export.megatron_lm import model_options
 from megaloom.planner.export.target import Target
 from megaloom.planner.export.torchtitan_fields import FLOAT8, RING
 from megaloom.planner.export.torchtitan_flavors import Flavor, named_flavor
-from megaloom.planner.runs.settings.torchtitan_judged import check_torchtitan_options
+from megaloom.planner.runs.settings.torchtitan_judged import check_torchtitan_numbers, check_torchtitan_options
 from megaloom.planner.runs.settings.torchtitan_stages import stage_words
 from megaloom.planner.runs.words import Origin, Word
 
@@ -35,6 +35,7 @@ def torchtitan_words(words: tuple[Word, ...], path: str, devices: int | None) ->
     """Yield the words of Megatron-LM. Raise UserError for what they cannot say, and where devices are not known."""
     options = torchtitan_options(words)
     check_torchtitan_options(options)
+    check_torchtitan_numbers(options)
     if devices is None:
         raise UserError(f"{path} does not state the number of GPUs\ngive it with their kind: --gpus 64xH100")
     flavor = _flavor(options, path)
@@ -66,7 +67,7 @@ def _valued(flag: str, value: Word | None) -> Iterator[Word]:
 
 def _number(options: Mapping[str, Word], name: str, default: int) -> int:
     word = options.get(name)
-    return int(word.text) if word is not None and word.text.lstrip("-").isdigit() else default
+    return int(word.text) if word is not None and word.text.lstrip("-").isdecimal() else default
 
 
 def _flavor(options: Mapping[str, Word], path: str) -> Flavor:
@@ -82,7 +83,7 @@ def _flavor(options: Mapping[str, Word], path: str) -> Flavor:
 def _model(options: Mapping[str, Word], flavor: Flavor) -> Iterator[Word]:
     """Yield the flags of a model of torchtitan, on the line that names it."""
     named, seq = options["model.flavor"], options.get("training.seq_len")
-    tokens = int(seq.text) if seq is not None and seq.text.isdigit() else SEQUENCE
+    tokens = int(seq.text) if seq is not None else SEQUENCE
     for one in model_options(flavor.own_decoder, tokens, 1, Target.TORCHTITAN):
         origin = seq.origin if seq and one.name == "seq-length" else named.origin
         yield from (Word(text, origin) for text in one.words)
@@ -172,13 +173,18 @@ def _batch(options: Mapping[str, Word], path: str, devices: int) -> _Batch:
     ranks, rest = divmod(devices, prod(degrees))
     if rest:
         raise UserError(f"{path}: {devices} GPUs are not a multiple of tp × pp × cp = {prod(degrees)}")
+    shard = options.get("parallelism.data_parallel_shard_degree")
+    replicas = _number(options, "parallelism.data_parallel_replicate_degree", 1)
+    if shard is not None and shard.text != "-1" and int(shard.text) * replicas != ranks:
+        what = f"{shard.text} shards of {replicas} replicas are not the {ranks} data-parallel ranks of {devices} GPUs"
+        raise UserError(f"{shard.origin}: {what}, so torchtitan does not start")
     stated = options.get("parallelism.pipeline_parallel_microbatch_size") or evolve(local, text="1")
     micro = stated if degrees[1] > 1 else local
     for word in (local, micro):
         if not word.text.isdecimal() or int(word.text) == 0:
             raise UserError(f"{word.origin}: a batch size of torchtitan must be a whole number above 0")
     whole = options.get("training.global_batch_size")
-    if whole is None or not whole.text.isdigit() or whole.text == "0":
+    if whole is None or whole.text == "-1":
         whole = evolve(local, text=str(int(local.text) * ranks))
     return _Batch(micro, whole, int(whole.text) // max(1, ranks * int(micro.text)))
 

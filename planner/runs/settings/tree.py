@@ -58,7 +58,7 @@ def found(tree: Tree | None, path: str) -> Tree | None:
     for key in filter(None, path.split(".")):
         if isinstance(tree, Mapping):
             tree = tree.get(key)
-        elif isinstance(tree, Sequence) and key.isdigit() and int(key) < len(tree):
+        elif isinstance(tree, Sequence) and key.isdecimal() and int(key) < len(tree):
             tree = tree[int(key)]
         else:
             return None
@@ -103,7 +103,7 @@ def plain_setting(text: str, origin: Origin) -> Setting:
         kind = "boolean"
     elif text.lower() in ("null", "~", "none"):
         kind = "null"
-    elif text.replace(".", "", 1).replace("-", "", 1).isdigit():
+    elif text.replace(".", "", 1).replace("-", "", 1).isdecimal():
         kind = "number"
     return Setting(Word(text, origin), kind)
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from attrs import evolve
 
-from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed
+from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
+from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, leaves, setting_at
 from megaloom.planner.runs.words import Unknown, Word
 
@@ -17,8 +18,28 @@ _RENAMED = {
     "override_transformer_config.num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "override_transformer_config.num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
+_GROUPS = ("", "override_transformer_config", "override_ddp_config", "override_mcore_model_config")
+"""Paths below `actor.megatron` at which keys are Megatron-LM's."""
+_READ = (
+    *(
+        f"{_ACTOR}.{key}"
+        for key in ("megatron", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")
+    ),
+    *(f"data.{key}" for key in ("max_prompt_length", "max_response_length")),
+    *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node")),
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.rollout.n",
+)
+_OTHER_KEYS = frozenset({"ppo_micro_batch_size", "ppo_max_token_len_per_gpu"})
+_SWITCHED_ON = ("sequence_parallel", "use_distributed_optimizer")
+"""Keys of `actor.megatron` that verl's own settings switch on (trainer/config/engine/megatron.yaml, 0.7)."""
 _HARMLESS = frozenset(
     {
+        "_target_",
+        "dist_checkpointing_prefix",
+        "use_remove_padding",
+        "forward_only",
+        "dtype",
         "use_mbridge",
         "vanilla_mbridge",
         "load_weight",
@@ -56,10 +77,17 @@ def verl_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
 
 
 def _words(tree: Tree | None) -> Iterator[Word]:
-    for path, value in leaves(found(tree, f"{_ACTOR}.megatron")):
+    megatron = found(tree, f"{_ACTOR}.megatron")
+    yield from near_names(tree, _READ, _OTHER_KEYS)
+    yield from _switched_on(megatron)
+    for path, value in leaves(megatron):
         key = _RENAMED.get(path, path.rpartition(".")[2])
-        if key not in _HARMLESS:
+        if path.rpartition(".")[0] not in _GROUPS:
+            yield unknown_setting(f"megatron.{path}", value)
+        elif key not in _HARMLESS:
             yield from flag_words(key, value)
+    packed = setting_at(tree, f"{_ACTOR}.use_dynamic_bsz")
+    yield from switch_words("--pack-sequences", packed if packed and packed.is_true else None)
     yield from renamed("--micro-batch-size", setting_at(tree, f"{_ACTOR}.ppo_micro_batch_size_per_gpu"))
     batch, responses = (
         setting_at(tree, f"{_ACTOR}.ppo_mini_batch_size"),
@@ -68,14 +96,27 @@ def _words(tree: Tree | None) -> Iterator[Word]:
     yield from renamed("--global-batch-size", _combined(batch, responses, "*"))
     prompt, response = setting_at(tree, "data.max_prompt_length"), setting_at(tree, "data.max_response_length")
     yield from renamed("--seq-length", _combined(prompt, response, "+"))
-    if batch:
-        yield Word("--bf16", batch.word.origin)  # verl trains with Megatron in bf16 only
+    dtype = setting_at(megatron, "dtype")
+    if dtype and dtype.text != "bfloat16":
+        yield Word("--fp16" if dtype.text == "float16" else f"--{dtype.text}", dtype.word.origin)
+    elif batch:
+        yield Word("--bf16", batch.word.origin)
+
+
+def _switched_on(megatron: Tree | None) -> Iterator[Word]:
+    """Yield the switches that are on unless a key says otherwise; sequence parallelism has an effect beside tp only."""
+    tp = setting_at(megatron, "tensor_model_parallel_size")
+    first = next((one for _, one in leaves(megatron) if isinstance(one, Setting)), None)
+    for key in _SWITCHED_ON:
+        needed = tp if key == "sequence_parallel" else first
+        if needed and needed.text != "1" and setting_at(megatron, key) is None:
+            yield Word(f"--{key.replace('_', '-')}", needed.word.origin)
 
 
 def _combined(first: Setting | None, second: Setting | None, operator: str) -> Setting | None:
     if first is None or second is None:
         return first if operator == "*" else None
-    if first.text.isdigit() and second.text.isdigit():
+    if first.text.isdecimal() and second.text.isdecimal():
         a, b = int(first.text), int(second.text)
         return Setting(evolve(first.word, text=str(a * b if operator == "*" else a + b)), "number")
     unknown = (*first.word.unknown, *second.word.unknown) or (Unknown(first.text, "variable", first.word.origin),)

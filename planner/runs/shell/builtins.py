@@ -37,7 +37,7 @@ def _set(state: State, words: Sequence[Text], origin: Origin) -> None:
 
 
 def _shift(state: State, words: Sequence[Text], origin: Origin) -> None:
-    count = int(known_text(words[0]) or 1) if words and (known_text(words[0]) or "").isdigit() else 1
+    count = int(known_text(words[0]) or 1) if words and (known_text(words[0]) or "").isdecimal() else 1
     if count > len(state.positional):
         state.status = Status(1)
     else:
@@ -49,7 +49,7 @@ def _unset(state: State, words: Sequence[Text], origin: Origin) -> None:
         name = known_text(word) or ""
         item = re.fullmatch(r"(\w+)\[(.+)\]", name)
         if item and (variable := state.variables.get(item[1])):
-            if isinstance(variable.value, Indexed) and item[2].isdigit():
+            if isinstance(variable.value, Indexed) and item[2].isdecimal():
                 kept = {i: t for i, t in variable.value.items.items() if i != int(item[2])}
                 state.assign(item[1], Indexed(kept))
             elif isinstance(variable.value, Associative):
@@ -147,7 +147,7 @@ def _mapfile(state: State, words: Sequence[Text], origin: Origin) -> None:
 def _getopts(state: State, words: Sequence[Text], origin: Origin) -> None:
     letters, name = known_text(words[0]) or "", known_text(words[1]) or "" if len(words) > 1 else ""
     arguments = list(words[2:]) or list(state.positional)
-    at = int(shown(_text(state, "OPTIND")) or 1) if shown(_text(state, "OPTIND")).isdigit() else 1
+    at = int(shown(_text(state, "OPTIND")) or 1) if shown(_text(state, "OPTIND")).isdecimal() else 1
     offset = int(shown(_text(state, "OPTOFFSET")) or 1)
     word = known_text(arguments[at - 1]) if at <= len(arguments) else ""
     if word is None:

@@ -156,7 +156,7 @@ class CommandEvaluator(AssignmentEvaluator):
         if captures:
             self.capturing -= 1
             written, state.output = state.output, output
-            if path and (name := shown(path)) and not name.startswith("/dev/") and not name.isdigit():
+            if path and (name := shown(path)) and not name.startswith("/dev/") and not name.isdecimal():
                 name = normpath(name)
                 state.files[name] = (state.files.get(name, ()) if appends else ()) + written
         state.stdin = stdin if redirections else state.stdin
@@ -294,7 +294,7 @@ class CommandEvaluator(AssignmentEvaluator):
     def _with_code(words: CommandWords, state: State) -> None:
         if len(words) > 1:
             code = known_text(words[1])
-            state.status = Status(int(code) % 256) if code and code.isdigit() else Status(None, cause(words[1]))
+            state.status = Status(int(code) % 256) if code and code.isdecimal() else Status(None, cause(words[1]))
 
 
 def _operator(parts: Parts) -> str:

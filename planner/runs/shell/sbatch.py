@@ -93,7 +93,7 @@ def gpus_per_node(options: Mapping[str, Word]) -> Word | None:
             items = [i for i in text.split(",") if name == "gpus-per-node" or re.match(r"gpu(:|$)", i)]
             if items:
                 count = re.search(r"(?:^|[:=])(\d+)(?:\(|$)", items[0])
-                if count is None and items[0].rpartition(":")[2][:1].isdigit():
+                if count is None and items[0].rpartition(":")[2][:1].isdecimal():
                     return None  # a number with more behind it
                 return Word(count[1] if count else "1", options[name].origin)
     return None
@@ -106,7 +106,7 @@ def batch_variables(options: Mapping[str, Word]) -> dict[str, Variable]:
     origin = next(iter(options.values())).origin
     values: dict[str, Word] = {}
     nodes = options.get("nodes")
-    nodes = nodes if nodes and nodes.text.isdigit() else None
+    nodes = nodes if nodes and nodes.text.isdecimal() else None
     gpus, tasks = gpus_per_node(options), options.get("ntasks-per-node")
     for names, word in (
         ("SLURM_NNODES SLURM_JOB_NUM_NODES", nodes),
@@ -126,6 +126,6 @@ def batch_variables(options: Mapping[str, Word]) -> dict[str, Variable]:
 def _all_tasks(options: Mapping[str, Word], nodes: Word | None, tasks: Word | None) -> Word | None:
     if "ntasks" in options:
         return options["ntasks"]
-    if nodes and tasks and tasks.text.isdigit():
+    if nodes and tasks and tasks.text.isdecimal():
         return Word(str(int(nodes.text) * int(tasks.text)), tasks.origin)
     return None

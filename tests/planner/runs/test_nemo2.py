@@ -186,7 +186,7 @@ def test_a_call_that_starts_training_is_read_without_a_recipe(clone: Path) -> No
         ('"bf16-mixed"', '"64"', "precision of this plugin is none of"),
         (", plugins=", ", other=", "the precision is not known"),
         ("trainer=trainer)", "trainer=trainer, peft=llm.peft.LoRA())", "adapters"),
-        ("devices=8", "devices=int(os.getenv('GPUS'))", "number of GPUs is not stated"),
+        ("devices=8", "devices=int(os.getenv('GPUS'))", "the number --nproc-per-node depends on variable GPUS"),
         ("sequence_parallel=True", "fsdp='pytorch'", "only Megatron-FSDP"),
     ],
 )

@@ -98,7 +98,10 @@ def test_torchtitan_with_fsdp_over_replicas() -> None:
     assert (x.tp, x.dp, x.replicas, x.micro_batch, x.sequence_parallel) == (2, 16, 2, 2, True)
     assert x.shard is Shard.WEIGHTS and read.workload.batch == 32
     assert run(TITAN.replace("local_", "global_batch_size = 64\nlocal_"), "run.toml", 32).workload.batch == 64
-    assert run(TITAN.replace("shard_degree = -1", "shard_degree = 1"), "run.toml", 32).layout.shard is Shard.NONE
+    whole = TITAN.replace("shard_degree = -1", "shard_degree = 1").replace(
+        "replicate_degree = 2", "replicate_degree = 16"
+    )
+    assert run(whole, "run.toml", 32).layout.shard is Shard.NONE
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
     python -m tests.support.fuzz.campaign                    # all cases; goes on where it stopped
     python -m tests.support.fuzz.campaign --only plan 17     # one case again, with its output
     python -m tests.support.fuzz.campaign --kinds plan data  # some kinds
+    python -m tests.support.fuzz.campaign --cases 0 --readings 5000  # damaged run files, which are only read
 
 Results are appended to .fuzz/cases.jsonl. A case is determined by its kind and number. It fails if the command shows a
 traceback, does not end in time, exits with another code than its label allows, or is refused and leaves files.
@@ -23,6 +24,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.support.fuzz.accepted_damage import silent_acceptances
 from tests.support.fuzz.bases import make_bases
 from tests.support.fuzz.case import Drawn, Label
 from tests.support.fuzz.child import SECONDS, Ended, call, emptied
@@ -109,6 +111,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--only", nargs=2, metavar=("KIND", "NUMBER"), help="one case, with its output")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--readings", type=int, default=2_000, help="damaged run files that are only read")
     parser.add_argument("--again", action="store_true", help="run the cases again that failed")
     options = parser.parse_args()
     bases = make_bases(PROGRESS / "bases")
@@ -138,7 +141,10 @@ def main() -> int:
                 print(f"{kind} {number}: {drawn.what}: {wrong}", flush=True)
     rows = results()
     print(table(rows))
-    return any(row["wrong"] for row in rows)
+    silent, kinds = silent_acceptances(options.readings)
+    told = "\n".join([f"{count:6,} {kind}" for kind, count in kinds.most_common()] + silent)
+    print(f"{options.readings:,} damaged run files were read, of which {len(silent)} were accepted in silence\n{told}")
+    return bool(silent) or any(row["wrong"] for row in rows)
 
 
 def import_everything() -> None:

@@ -9,7 +9,7 @@ from random import Random
 
 from tests.support.fuzz.case import Drawn, Label
 from tests.support.fuzz.json_files import written
-from tests.support.run_files import FOLDER, RUN_FILES, VOCABULARY
+from tests.support.run_files import FOLDER, MODEL_FLAGS, RUN_FILES, VOCABULARY
 
 ODD_WORDS = (
     *("0", "-1", "1e999", "nan", "9" * 30, "''", "$((1/0))", "$(touch PWNED)", "${X:?}", "`id`", "\x1b[31m", "∞"),
@@ -45,6 +45,7 @@ def run_file(draw: Random, folder: Path, bases: Path) -> Drawn:
         words = ("calibrate", name, "other.log", "--gpus", gpus, "-o", "ours.toml")
         return Drawn(words, Label.EITHER, f"{name} for calibrate: {what}")
     options = [word for one in draw.sample(ODD_OPTIONS, 2) for word in one]
+    options += [word for flag in MODEL_FLAGS.get(name, "").split() for word in ("--set", flag)]
     if name in VOCABULARY:
         options += ["--vocab", str(VOCABULARY[name])]
     return Drawn(("plan", "--from", name, "--gpus", gpus, *options), Label.EITHER, f"{name}, {options}: {what}")

@@ -298,4 +298,4 @@ class Expander:
 
 
 def _not_given(name: str, origin: Origin) -> Unknown:
-    return Unknown(name, "positional" if name.isdigit() else "variable", origin)
+    return Unknown(name, "positional" if name.isdecimal() else "variable", origin)

@@ -48,7 +48,7 @@ def has_gap(items: Sequence[Text]) -> bool:
 
 def scalar(state: State, name: str, index: Text | None, origin: Origin) -> Text | None:
     """Return the value of a variable or argument, empty if it was unset, or None if nothing ever set it."""
-    if name.isdigit():
+    if name.isdecimal():
         return _argument(state, int(name), origin)
     if name == "#":
         return _count(state, origin)

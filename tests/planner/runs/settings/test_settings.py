@@ -178,7 +178,8 @@ python3 -m verl.trainer.main_ppo data.max_prompt_length=1024 data.max_response_l
     assert run and run.model and run.nodes
     assert flags(run) == {
         "tensor-model-parallel-size": "2", "recompute-granularity": "full", "micro-batch-size": "1",
-        "global-batch-size": "512", "seq-length": "4096", "bf16": "",
+        "global-batch-size": "512", "seq-length": "4096", "bf16": "", "sequence-parallel": "",
+        "use-distributed-optimizer": "",
     }  # fmt: skip
     assert settings_command(script_of_text("train --num-layers 2", "run.sh", {}).commands[0], {}) is None
 
