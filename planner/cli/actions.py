@@ -83,7 +83,7 @@ def print_rules(as_json: bool) -> int:
 
 
 def print_lint(g: Graph, machine: Cluster, workload: Workload, fixed: FixedAxes, as_json: bool) -> int:
-    """Print the rules that a layout breaks, or all rules without a layout; return exit code 2 if it breaks one."""
+    """Print the rules that a layout breaks, or all rules without a layout; return exit code 1 if it breaks one."""
     from megaloom.planner.report.lint import caveats_text, lint_json, violations_text
     from megaloom.planner.search.infeasible import check_ranges, checked_fixed
 
@@ -94,12 +94,12 @@ def print_lint(g: Graph, machine: Cluster, workload: Workload, fixed: FixedAxes,
     if as_json:
         result = lint_json(g, machine, workload, fixed)
         print(json.dumps(result, indent=1))
-        return 2 if result["violations"] else 0
+        return 1 if result["violations"] else 0
     violations = violations_text(g, machine, workload, fixed)
     print(violations or "the layout breaks no rule")
     if warning := caveats_text(g, machine, workload, fixed):
         print(warning)
-    return 2 if violations else 0
+    return 1 if violations else 0
 
 
 def run_search(

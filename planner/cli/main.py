@@ -1,7 +1,7 @@
 """The command `plan`, which finds a layout. It never loads torch, and loads the planner only when it plans.
 
-Exit codes: 0; 1 for a run that was read and breaks a rule; 2 for an error that the user can correct, printed on stderr;
-130 when interrupted, with the best plan so far if there is one.
+Exit codes: 0; 1 for a layout (`--lint`) or a read run (`--from`) that breaks a rule; 2 for an error that the user can
+correct, printed on stderr; 130 when interrupted, with the best plan so far if there is one.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class ResultOptions:
     """The form of the output, and the files to write."""
 
     lint: Annotated[bool, Parameter(negative="")] = False
-    """Search nothing. List the rules that the given layout breaks; without a layout, list all rules."""
+    """Search nothing. List the rules that the given layout breaks (exit code 1); without a layout, list all rules."""
     pareto: Annotated[bool, Parameter(negative="")] = False
     """Print the Pareto front of step time against memory. No plan is written."""
     top: int = 5

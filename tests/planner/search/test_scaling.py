@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise, permutations
+from pathlib import Path
 
 import pytest
 
@@ -113,17 +114,31 @@ def test_lint(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tp divides the attention heads." in capsys.readouterr().out
     assert main(["gpt2", "--gpus", "8xH100", "--lint", "--tp", "2"]) == 0
     capsys.readouterr()
-    assert main(["gpt2", "--gpus", "8xH100", "--lint", "--tp", "8", "--vpp", "2"]) == 2
+    assert main(["gpt2", "--gpus", "8xH100", "--lint", "--tp", "8", "--vpp", "2"]) == 1
     output = capsys.readouterr().out
     for rule in ("tp-heads", "vpp-pp"):
         assert f"[{rule}]" in output
+
+
+def test_a_broken_rule_has_one_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A layout that breaks a rule is a failed check, given by hand or read from a run; wrong input is another code."""
+    model = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024"
+    batch = "--micro-batch-size 1 --global-batch-size 8 --bf16 --vocab-size 50257"
+    script = tmp_path / "run.sh"
+    script.write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {model} {batch} --tensor-model-parallel-size 8\n")
+    assert main(["--from", str(script), "--gpus", "8xH100"]) == 1
+    assert "[tp-heads]" in capsys.readouterr().out
+    assert main(["gpt2", "--gpus", "8xH100", "--lint", "--tp", "8"]) == 1
+    assert "[tp-heads]" in capsys.readouterr().out
+    assert main(["gpt2", "--gpus", "8xH100", "--lint", "--tp", "0"]) == 2
+    assert capsys.readouterr().err.startswith("plan: tp must be at least 1")
 
 
 def test_lint_takes_what_a_search_would_find(capsys: pytest.CaptureFixture[str]) -> None:
     """Experts under tp need sequence parallelism: what is not said of it is not broken, what is said may be."""
     arguments = ["mixtral-8x7b", "--gpus", "16xH100", "--lint", "--tp", "2", "--ep", "8"]
     assert main(arguments) == 0
-    assert main([*arguments, "--no-sequence-parallel"]) == 2
+    assert main([*arguments, "--no-sequence-parallel"]) == 1
     assert "[moe-sp]" in capsys.readouterr().out
 
 
