@@ -122,7 +122,7 @@ def test_lint(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_broken_rule_has_one_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A layout that breaks a rule is a failed check, given by hand or read from a run; wrong input is another code."""
-    model = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024"
+    model = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --max-position-embeddings 512"
     batch = "--micro-batch-size 1 --global-batch-size 8 --bf16 --vocab-size 50257"
     script = tmp_path / "run.sh"
     script.write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {model} {batch} --tensor-model-parallel-size 8\n")
