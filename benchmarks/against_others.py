@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from threading import Timer
@@ -32,6 +32,7 @@ from attrs import evolve, frozen
 from benchmarks.opponents.task import MARK, ROUNDS, Task
 from benchmarks.opponents.turns import Turns
 
+HEAD = "case program    step ms   ratio     GiB start s"
 GRACE = 10  # seconds for a program to end after a request
 LLAMA = Task(
     layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32000, seq=8192, batch=4, micro_batch=1
@@ -166,23 +167,42 @@ def row(case: str, program: str, one: dict[str, Any], ours: dict[str, Any]) -> s
     return f"{case:<5}{program:<9}{step:>9.1f}{ratio:>8.3f}{one['gib']:>8.2f}{one['start_s']:>8.1f}"
 
 
+def report(case: str, known: Mapping[tuple[str, str], dict[str, Any]]) -> str:
+    """Return the lines of a case: one for each program that has run, and one if they trained different models."""
+    found = {program: one for (of, program), one in known.items() if of == case}
+    ours = found.get("ours", {"error": "not measured"})
+    lines = [row(case, program, found[program], ours) for program in PROGRAMS if program in found]
+    sizes = sorted({one["parameters"] for one in found.values() if "error" not in one})
+    if len(sizes) > 1:
+        lines.append(f"{case:<5}not the same model: {', '.join(map(str, sizes))} parameters")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the same models by megaloom and by other programs.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; by default all that fit")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--results", type=Path, default=Path("against_others.jsonl"))
     parser.add_argument("--together", type=int, default=2, help="programs in the devices' memory at once")
+    parser.add_argument("--report", action="store_true", help="print what the file of results has, and run nothing")
     parser.add_argument("--seconds", type=float, default=120, help="limit on the programs that run together")
     options = parser.parse_args()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if unknown := [case for case in options.cases if case not in CASES]:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    results = [json.loads(line) for line in lines]
+    if options.report:
+        for device in dict.fromkeys(one["device"] for one in results):
+            known = {(one["case"], one["program"]): one for one in results if one["device"] == device}
+            print(f"{device}\n{HEAD}")
+            for case in dict.fromkeys(case for case, _ in known):
+                print(report(case, known))
+        return
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     count = max(1, torch.cuda.device_count())
     chosen = options.cases or [case for case, task in CASES.items() if task.world == count]
-    lines = options.results.read_text().splitlines() if options.results.exists() else []
-    read = [one for one in map(json.loads, lines) if one["device"] == device]
-    known: dict[tuple[str, str], dict[str, Any]] = {(one["case"], one["program"]): one for one in read}
-    print(f"{device}\ncase program    step ms   ratio     GiB start s", flush=True)
+    known = {(one["case"], one["program"]): one for one in results if one["device"] == device}
+    print(f"{device}\n{HEAD}", flush=True)
     for case in chosen:
         programs = [program for program in options.programs if can_run(program, CASES[case])]
         missing = [program for program in programs if (case, program) not in known]
@@ -192,12 +212,7 @@ def main() -> None:
                 known[case, program] = {"case": case, "program": program, "device": device, **one}
                 with options.results.open("a") as file:
                     file.write(json.dumps(known[case, program]) + "\n")
-        ours = known.get((case, "ours"), {"error": "not measured"})
-        for program in programs:
-            print(row(case, program, known[case, program], ours), flush=True)
-        good = [known[case, program] for program in programs if "error" not in known[case, program]]
-        if len(sizes := {one["parameters"] for one in good}) > 1:
-            print(f"{case:<5}not the same model: {', '.join(map(str, sorted(sizes)))} parameters", flush=True)
+        print(report(case, known), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from megaloom.planner.hardware.calibration import COLLECTIVE_KINDS, SMALL_MESSAG
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.fused_attention import fused_attention
 from megaloom.runtime.megatron.host import host_memory
 
 SERIES_SECONDS, BRIEF_SERIES_SECONDS = 0.1, 0.04
@@ -180,7 +181,7 @@ def _attention(dtype: torch.dtype, heads: int, tokens: int, channels: int) -> Ca
     gradient = _random(1, heads, tokens, channels, dtype=dtype)
 
     def run() -> None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = fused_attention(q, k, v, causal=True, scale=None)
         torch.autograd.grad(out, (q, k, v), gradient)
 
     return run
