@@ -190,11 +190,14 @@ def _silence_warnings() -> None:
         (FutureWarning, "`load_state_dict` is deprecated"),  # by torch, in dist_checkpointing
         (DeprecationWarning, "The following imports from `dynamic_context.py`"),  # one of its own imports
         (UserWarning, "MimoModelConfig is experimental"),  # its optimizers import it; not used here
+        (UserWarning, "The argument order of load has been changed"),  # megatron-core calls torch's load
+        (UserWarning, "torch.distributed is disabled, unavailable or uninitialized"),  # one process reads a checkpoint
         (FutureWarning, r"`torch\.distributed\.\w+` is deprecated\. Please use"),  # it runs on older torch too
     ):
         warnings.filterwarnings("ignore", message, category)
     for logger, message in (
         ("torch.utils.cpp_extension", "No CUDA runtime is found"),  # torch for CUDA on a machine without
+        ("megatron.core.dist_checkpointing.strategies.common", "load_common is deprecated"),  # by megatron-core 0.19
         ("megatron.core.distributed.distributed_data_parallel", "full_param_layout not provided"),  # computed, then
     ):
         logging.getLogger(logger).addFilter(partial(_is_other_message, message))
