@@ -20,6 +20,7 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.calibrate.measure import Measurements, brief, measure_devices
 from megaloom.runtime.launch import launcher
@@ -53,7 +54,7 @@ def this_machine(count: int | None, precision: str) -> Cluster:
     if device.gpu_count():
         name = device.local_cluster()
         return cluster(name if count is None else f"{count}x{name.partition('x')[2]}")
-    return _kept_or_measured(count or usable_cores(), precision)
+    return _kept_or_measured(count or usable_cores(), Precision(precision).wide)  # CPUs multiply nothing narrower
 
 
 def given_machine() -> str:

@@ -58,6 +58,13 @@ def engine_refusal(precision: Precision, layout: Layout) -> str:
     return ""
 
 
+def precision_note(plan: Plan) -> str:
+    """Return a line if an evaluation of a run in fp8 computes in bf16 on this machine; else an empty one."""
+    precision = plan.workload.precision
+    refusal = engine_refusal(precision, plan.layout) if precision.narrow else ""
+    return refusal and f"the run is in {precision}, and this evaluation in {precision.wide}: {refusal}"
+
+
 def backend_note(plan: Plan, graph: Graph) -> str:
     """Return a line on which parts of a model Transformer Engine computes; empty on a CPU.
 

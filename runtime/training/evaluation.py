@@ -23,6 +23,7 @@ from megaloom.runtime.samples.end_of_document import NO_ENDS
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .artefact import opened
+from .chosen_backend import precision_note
 from .evaluated_text import ALL, EvaluatedText, evaluated_data, open_texts
 from .run_data import check_labels, held_out_sample, of_corpus
 from .run_folder import file_of_run, no_checkpoint, plan_and_model
@@ -115,7 +116,7 @@ def _evaluate(
         texts, digest = open_texts(asked, folder, maker, Path(temporary))
         done = launcher.run(_evaluate_on_rank, (plan, folder, texts, reading, steps), plan.layout, timeout=timeout)[0]
     changed = [] if sources or digest == found.manifest.data else [_CHANGED.format(step=found.manifest.step)]
-    notes = (*done.notes, *changed, steps_note(steps, file_of_run(folder)))
+    notes = (*done.notes, *changed, precision_note(plan), steps_note(steps, file_of_run(folder)))
     return evolve(done, notes=tuple(filter(None, notes)), part=asked.part, split=asked.split)
 
 

@@ -57,6 +57,13 @@ def test_a_measurement_has_all_figures_of_a_cluster(measured: Measurements) -> N
     assert measured.nbytes == host.host_memory() // 2
 
 
+def test_cpus_are_measured_in_16_bits_for_fp8(calls: list[tuple[int, Scope]]) -> None:
+    """The plan refuses fp8 for them then."""
+    machine.this_machine(2, Precision.FP8)
+    ((_, scope),) = calls
+    assert scope.products is not None and {dtype for dtype, *_ in scope.products} == {torch.float32, torch.bfloat16}
+
+
 def test_what_is_measured_briefly() -> None:
     assert {dtype for dtype, *_ in brief("fp32", shared=False).products or ()} == {torch.float32}
     assert {dtype for dtype, *_ in brief("bf16", shared=False).products or ()} == {torch.float32, torch.bfloat16}

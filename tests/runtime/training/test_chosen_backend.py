@@ -16,7 +16,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Backend, Precision
 from megaloom.runtime.megatron import environment
 from megaloom.runtime.training import chosen_backend
-from megaloom.runtime.training.chosen_backend import backend_note, engine_refusal, with_backend
+from megaloom.runtime.training.chosen_backend import backend_note, engine_refusal, precision_note, with_backend
 from megaloom.runtime.training.run_options import RunOptions
 
 
@@ -109,3 +109,12 @@ def test_a_run_keeps_its_backend() -> None:
     assert options.kernels.backend is Backend.TE
     assert list(options.words()) == ["--backend", "te"]
     assert options.compared()["--backend"] == "te"
+
+
+def test_an_evaluation_says_that_it_is_not_in_fp8(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("tiny_gpt", Layout())
+    narrow = evolve(plan, workload=evolve(plan.workload, precision=Precision.FP8))
+    assert precision_note(narrow).startswith("the run is in fp8, and this evaluation in bf16: Transformer Engine needs")
+    assert precision_note(plan) == ""
+    monkeypatch.setattr(chosen_backend, "engine_refusal", lambda precision, layout: "")
+    assert precision_note(narrow) == ""
