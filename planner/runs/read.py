@@ -8,7 +8,7 @@ from pathlib import Path
 from attrs import evolve, field, frozen
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.quoting import shortened
+from megaloom.dsl.quoting import printable, shortened
 
 from .argument_file import argument_words, is_argument_file
 from .choice import chosen_launch, no_launch
@@ -36,7 +36,7 @@ from .run import Devices, Note, TrainingRun
 from .settings import SettingsRun, primus_command, settings_command, settings_text
 from .settings.bridge import bridge_run
 from .settings.bridge_script import bridge_script_tree, is_bridge_script
-from .settings.published import published_model
+from .settings.published import not_modelled, published_model
 from .settings.torchtitan_judged import left_out_of_torchtitan
 from .settings.torchtitan_words import torchtitan_options, torchtitan_words
 from .shell.read import script_of_text
@@ -145,7 +145,9 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
         name = settings.model
         model = published_model(name.text)
         if model is None:
-            raise UserError(f"{name.origin}: {settings.framework} trains {name.text}, of which the sizes are not known")
+            why = not_modelled(name.text)
+            why = f": {why}" if why else ", of which the sizes are not known"
+            raise UserError(f"{name.origin}: {settings.framework} trains {printable(name.text)}{why}")
         settings = evolve(settings, words=(*model.words(name), *settings.words))
         assumed += f"; the sizes of {name.text} as it was published"
     run = _of_script(settings.script(path), path, evolve(given, command=None), of_settings=True)

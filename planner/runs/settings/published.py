@@ -14,7 +14,7 @@ from megaloom.planner.export.megatron_lm import model_options
 from megaloom.planner.export.target import Target
 from megaloom.planner.runs.words import Word
 
-FAMILIES = ("llama2", "llama3", "qwen2-5", "qwen3", "deepseek", "mistral", "mixtral")
+FAMILIES = ("llama2", "llama3", "qwen2-5", "qwen3", "deepseek", "mistral", "mixtral", "glm4")
 PUBLISHED_POSITIONS = 2**17  # of a model without learned positions
 ENDINGS = ("instruct", "base", "hf", "chat", "bf16", "fp8", "v0-1", "2507", "thinking")
 OTHER_NAMES: Mapping[str, str] = MappingProxyType(
@@ -33,6 +33,15 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Examples by names on huggingface.co that are not spelled alike, or whose sizes are those of another model."""
+NOT_MODELLED: Mapping[str, str] = MappingProxyType(
+    {
+        "deepseek-v4": "its hyper-connections, compressed sparse attention and hash-routed experts are not modelled",
+        "glm5": "attention to the tokens that an indexer chooses is not modelled",
+        "qwen3-5": "linear attention (gated delta nets) among its layers has no flags of Megatron-LM that are read",
+        "nvidia-nemotron-3": "layers of Mamba among those of attention are not read",
+    }
+)
+"""Reasons why models whose names begin so are not read. Source: the pages of these models in Megatron-Bridge 0.6."""
 OF_THE_RUN = frozenset({"seq-length", "make-vocab-size-divisible-by", "moe-token-dispatcher-type"})
 """Options of an exported model that a run states itself."""
 
@@ -54,11 +63,23 @@ class PublishedModel:
 
 def published_model(name: str) -> PublishedModel | None:
     """Return a model by its name on huggingface.co, or None if it is no example of these families."""
-    plain = name.rstrip("/").rpartition("/")[2].lower().replace(".", "-").replace("_", "-")
-    plain = plain.removeprefix("meta-").replace("llama-", "llama", 1)
+    plain = _plain(name)
     while ending := next((one for one in ENDINGS if plain.endswith(f"-{one}")), ""):
         plain = plain.removesuffix(f"-{ending}")
     plain = OTHER_NAMES.get(plain, plain)
     if not plain.startswith(FAMILIES) or plain not in examples():
         return None
     return PublishedModel(find(plain)[0])
+
+
+def not_modelled(name: str) -> str:
+    """Return why the model of this name is not read; empty if no reason is known."""
+    plain = _plain(name)
+    return next((why for beginning, why in NOT_MODELLED.items() if plain.startswith(beginning)), "")
+
+
+def _plain(name: str) -> str:
+    """Return a name on huggingface.co as examples are named: without its owner, with dashes."""
+    plain = name.rstrip("/").rpartition("/")[2].lower().replace(".", "-").replace("_", "-")
+    plain = plain.removeprefix("meta-").replace("llama-", "llama", 1)
+    return f"glm{plain[4:]}" if plain.startswith("glm-") else plain

@@ -3,7 +3,7 @@
 configs/ says what the config.json's on the Hugging Face hub say, under the names of the models here: those of
 openai-community/gpt2*, meta-llama/*, mistralai/*, Qwen/*, google/gemma*, deepseek-ai/*, openai/gpt-oss*, nvidia/*,
 google-bert/*-uncased, google-t5/*, google/t5-v1_1*, facebook/bart*, google/vit-base-patch16-224, llava-hf/llava-1.5*,
-state-spaces/mamba2* (in the form of transformers), bigcode/starcoder and bigscience/bloom*.
+state-spaces/mamba2* (in the form of transformers), bigcode/starcoder, bigscience/bloom* and zai-org/GLM-4.5*.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megaloom.dsl import Attend, Drop, Model, MoE, fingerprint, graph, params, r
 from megaloom.dsl.catalog import examples
 from megaloom.dsl.hf.fields import DROPOUT
 from megaloom.dsl.node import primitives
+from megaloom.examples.glm4_moe import glm4_5, glm4_5_air
 from tests.support.models.examples import example
 
 transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
@@ -128,3 +129,17 @@ def agrees(path: Path, text: str, update: bool) -> bool:
 
 def test_the_table_of_parameters(request: pytest.FixtureRequest) -> None:
     assert agrees(GOLDEN, "\n".join(rows()) + "\n", request.config.getoption("--update"))
+
+
+@pytest.mark.parametrize(
+    ("name", "mtp_layers", "billions"),
+    [
+        ("glm4-5", 1, 355),  # arXiv:2508.06471, table 1: with multi-token prediction, without the embedding and logits
+        ("glm4-5-air", 0, 106),  # there too; with multi-token prediction it has 108
+    ],
+)
+def test_glm_has_as_many_parameters_as_published(name: str, mtp_layers: int, billions: int) -> None:
+    build = {"glm4-5": glm4_5, "glm4-5-air": glm4_5_air}[name]
+    m = build(mtp_layers)
+    tables = 2 * 151_552 * (5120 if name == "glm4-5" else 4096)
+    assert round((params(m) - tables) / 1e9) == billions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,18 @@ def test_a_command_of_swift_has_its_defaults_and_published_sizes() -> None:
     ("old", "new", "message"),
     [
         ("--tuner_type full", "--tuner_type lora", "--tuner_type other than full is not modelled"),
+        (
+            "Qwen/Qwen3-30B-A3B-Base",
+            "deepseek-ai/DeepSeek-V4-Flash",
+            "trains deepseek-ai/DeepSeek-V4-Flash: its hyper-conn",
+        ),
+        (
+            "Qwen/Qwen3-30B-A3B-Base",
+            "Qwen/Qwen3.5-27B",
+            r"trains Qwen/Qwen3\.5-27B: linear attention \(gated delta nets",
+        ),
+        ("Qwen/Qwen3-30B-A3B-Base", "zai-org/GLM-5.2", r"GLM-5\.2: attention to the tokens that an indexer chooses"),
+        ("Qwen/Qwen3-30B-A3B-Base", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "BF16: layers of Mamba among those"),
         ("megatron sft", "megatron rlhf", "megatron rlhf learns from preferences or rewards, which is not read"),
         ("Qwen/Qwen3-30B-A3B-Base", "org/private", "ms-swift trains org/private, of which the sizes are not known"),
         ("--packing true", "--new_option 3", "--new-option is not a known flag"),
@@ -110,6 +123,8 @@ def test_options_on_the_command_line_change_a_file_of_primus() -> None:
         ("Llama-3.3-70B-Instruct", "llama3-1-70b"),
         ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
         ("/models/Qwen3-30B-A3B-Instruct-2507/", "qwen3-30b-a3b"),
+        ("zai-org/GLM-4.5-Air", "glm4-5-air"),
+        ("zai-org/GLM-4.5-Base", "glm4-5"),
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2-5-7b"),
         ("Qwen/Qwen2-7B", "qwen2-5-7b"),
         ("meta-llama/Llama-3.2-3B", "llama3-3b"),
@@ -120,7 +135,7 @@ def test_options_on_the_command_line_change_a_file_of_primus() -> None:
 def test_a_published_model_is_the_example_with_all_its_parameters(name: str, example: str) -> None:
     model = published_model(name)
     assert model is not None
-    flags = " ".join(word.text for word in model.words(Word(name, Origin("run.sh", 1))))
+    flags = shlex.join(word.text for word in model.words(Word(name, Origin("run.sh", 1))))
     rest = "--seq-length 1024 --micro-batch-size 1 --global-batch-size 8 --bf16 --tokenizer-type NullTokenizer"
     read = run(f"torchrun --nproc_per_node 8 pretrain_gpt.py {flags} {rest} --make-vocab-size-divisible-by 1")
     added = 1  # NullTokenizer has one token more
