@@ -99,8 +99,9 @@ clean:  ## remove everything that make made; runs/ stays
 # pip compiles on one core, a third of the whole installation: compileall does so on all cores.
 QUIETLY := -qq --disable-pip-version-check --no-compile -c $(VENV)/constraints.txt
 
-# A quarter of all code, of which little is imported: Python compiles what is.
-UNCOMPILED := /(tests|transformers/models|kubernetes)/
+# A third of all code, of which little is imported: Python compiles what is.
+RARE := _inductor|django|kubernetes|mypyc?|pip|pygments/lexers|sklearn|sympy/physics|transformers/models|wandb
+UNCOMPILED := /(tests|testing|$(RARE))/
 
 .venv: $(VENV)/.ready $(VENV)/packages/megaloom
 

@@ -35,7 +35,7 @@ def _installed(wheel: Path, python: str, environment: Path) -> Path:
     _run(python, "-m", "venv", "--without-pip", str(environment))
     programs = environment / "bin"
     pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "-q"]
-    _run(*pip, "--disable-pip-version-check", "-c", str(CONSTRAINTS), str(wheel))
+    _run(*pip, "--disable-pip-version-check", "--no-compile", "-c", str(CONSTRAINTS), str(wheel))
     return programs
 
 
