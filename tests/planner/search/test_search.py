@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,22 @@ def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> N
     assert simplicity_order(found.best.layout, machine) == min(orders)
 
 
-@pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
+LARGE = [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)]
+LONG = Workload(seq=4096, batch=48)
+
+
+@cache
+def on_two_nodes(model: Model) -> Found:
+    return planned(model, "16xH100", LONG)
+
+
+@pytest.mark.parametrize("model", LARGE, ids=lambda m: str(m.name))
 def test_what_is_found_is_legal_and_fits(model: Model) -> None:
-    work = Workload(seq=4096, batch=48)
-    got = planned(model, "16xH100", work)
+    got = on_two_nodes(model)
     plans = sorted([got.best, *got.others, *got.variants], key=lambda p: p.predicted.step_seconds)
     assert len(plans) == SIMULATED
     for p in plans:
-        assert not violations(p.layout, graph(model), work, p.cluster)
+        assert not violations(p.layout, graph(model), LONG, p.cluster)
         assert max(sum(nbytes.values()) for nbytes in p.predicted.nbytes) < p.cluster.device.nbytes
         assert p.fingerprint == fingerprint(model)
         assert p.reasons
@@ -111,9 +120,9 @@ def test_what_is_found_is_legal_and_fits(model: Model) -> None:
     assert len({p.layout for p in plans}) == SIMULATED
 
 
-@pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
+@pytest.mark.parametrize("model", LARGE, ids=lambda m: str(m.name))
 def test_the_next_best_deal_the_devices_in_another_way(model: Model) -> None:
-    got = planned(model, "16xH100", Workload(seq=4096, batch=48))
+    got = on_two_nodes(model)
     shown = [got.best, *got.others]
     assert len({device_mesh(p.layout) for p in shown}) == len(shown) >= PROVEN_MESHES
     steps = [p.predicted.step_seconds for p in shown]
@@ -237,7 +246,7 @@ def test_every_kind_of_change_is_tried() -> None:
             plan(llama3_8b(), cluster(machine), work, ref="tests:model", fixed=fixed, headroom=headroom)
         return str(raised.value)
 
-    assert re.search(r"\n--memory-headroom \d+% fits: ", missed("8xH100", headroom=0.8))
+    assert re.search(r"\n--memory-headroom \d+% fits: ", missed("2xH100", headroom=0.8))
     assert re.search(r"\n--gpus 1xB\d00 fits: mbs1", missed("1xH100"))
     assert re.search(r"\n--seq \d+ fits: ", missed("8xH100", seq=2**20))
     both = missed("2xH100", headroom=0.2, tp=1, pp=1)
