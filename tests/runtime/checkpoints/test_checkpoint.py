@@ -412,7 +412,7 @@ def test_bf16_masters_and_moments_come_along_to_the_bit(to: Precision, plan_of, 
     launcher.run(trained, (before, tmp_path / "a", 0, 2), 2, timeout=LIMIT)
     launcher.run(copied, (after, tmp_path / "a", tmp_path / "b"), 2, timeout=LIMIT)
     names, different = launcher.run(differences, (tmp_path / "a", tmp_path / "b"), 1, timeout=LIMIT)[0]
-    assert len(names) == 3 * (4 * 16 + 4)
+    assert len(names) == 3 * (2 * 16 + 4)
     assert different == []
 
 

@@ -74,9 +74,9 @@ ALBERT = f"{TEST_MODELS / 'shared_weights.py'}:albert"
 @pytest.mark.parametrize(
     ("name", "layout", "other"),
     [
-        ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),
-        ("tiny_gpt", DIVIDED, TP2),
-        ("tiny_gpt", Layout(dp=2, shard="weights"), Layout(dp=2, shard="gradients")),
+        ("tiny_gpt_4", evolve(TP2, pp=2), DIVIDED),
+        ("tiny_gpt_4", DIVIDED, TP2),
+        ("tiny_gpt_4", Layout(dp=2, shard="weights"), Layout(dp=2, shard="gradients")),
         (ALBERT, Layout(pp=2, vpp=2), evolve(DIVIDED, pp=2)),
     ],
     ids=str,

@@ -91,7 +91,7 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(name: str, layout: Layo
 
 
 def test_the_scale_grows_after_steps_without_an_overflow(plan_of: Any) -> None:
-    rows = trained(plan_of("tiny_llama", Layout(), precision="fp16"), evolve(RECIPE, loss_scale_window=3), 7)
+    rows = trained(plan_of("tiny_llama_4", Layout(), precision="fp16"), evolve(RECIPE, loss_scale_window=3), 7)
     assert [scale for *_, scale in rows] == [2.0**k for k in (16, 16, 17, 17, 17, 18, 18)]
 
 
@@ -118,9 +118,9 @@ def refused(plan: Plan, recipe: Recipe) -> str:
 def test_a_checkpoint_holds_the_scale(plan_of: Any, tmp_path: Path) -> None:
     """It is saved after two steps of a window of three: the next one lets the scale grow."""
     recipe = evolve(RECIPE, lr=1e-3, initial_loss_scale=2.0**21, loss_scale_window=3)
-    straight = trained(plan_of("tiny_llama", TP2, precision="fp16"), recipe, 8)
-    trained(plan_of("tiny_llama", TP2, precision="fp16"), recipe, 4, tmp_path)
-    resumed = trained(plan_of("tiny_llama", TP2, precision="fp16"), recipe, 4, tmp_path)
+    straight = trained(plan_of("tiny_llama_4", TP2, precision="fp16"), recipe, 8)
+    trained(plan_of("tiny_llama_4", TP2, precision="fp16"), recipe, 4, tmp_path)
+    resumed = trained(plan_of("tiny_llama_4", TP2, precision="fp16"), recipe, 4, tmp_path)
     assert [skipped for _, skipped, _ in straight[:4]] == [True, True, False, False]
     assert resumed[0][2] == 2 * straight[3][2]
     assert [scale for *_, scale in resumed] == [scale for *_, scale in straight[4:]]

@@ -99,7 +99,7 @@ def test_a_group_has_all_weights_of_a_parameter_under_every_layout(layout: Layou
     plan = plan_of("tiny_vit", layout)
     group = ParameterGroup("attention.*.[qkv]*", lr=1e-3)
     for names in launcher.run(grouped, (plan, (group,)), 2, timeout=LIMIT):
-        assert names == {f"attention.{i}.{x}{b}" for i in range(4) for x in "qkv" for b in ("", "_bias")}
+        assert names == {f"attention.{i}.{x}{b}" for i in range(2) for x in "qkv" for b in ("", "_bias")}
     (message,) = set(launcher.run(refused, (plan, (ParameterGroup("*.q", frozen=True),)), 2, timeout=LIMIT))
     assert message == (
         "a parameter group has attention.0.q but not attention.0.k, which a module of megatron-core holds in one "

@@ -54,8 +54,8 @@ CASES = {  # model, layout, and the gathers and reductions of a step
         (8 * 2 + 2) * MICROBATCHES,
         10 * MICROBATCHES,
     ),
-    # five units: four blocks, and the tied table
-    "tied": ("tiny_gpt", Layout(dp=2, **WEIGHTS), (4 * 2 + 1) * MICROBATCHES, 5 * MICROBATCHES),
+    # three units: two blocks, and the tied table
+    "tied": ("tiny_gpt", Layout(dp=2, **WEIGHTS), (2 * 2 + 1) * MICROBATCHES, 3 * MICROBATCHES),
     # six units: two blocks and their experts, embedding, head
     "experts": ("tiny_mixtral", Layout(dp=2, **WEIGHTS), (4 * 2 + 2) * MICROBATCHES, 6 * MICROBATCHES),
     "experts alone": (

@@ -45,11 +45,16 @@ from megaloom.examples.vit import vit
 
 def tiny_gpt() -> Model:
     """Tied embeddings, learned positions, biases."""
-    return gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=127, seq=32)
+    return gpt("tiny-gpt", layers=2, heads=4, embed=64, vocab=127, seq=32)
+
+
+def tiny_gpt_4() -> Model:
+    """tiny_gpt with four layers, where two are too few for what a test measures."""
+    return gpt("tiny-gpt-4", layers=4, heads=4, embed=64, vocab=127, seq=32)
 
 
 def tiny_gpt_dropout() -> Model:
-    return gpt("tiny-gpt-dropout", layers=4, heads=4, embed=64, vocab=127, seq=32, dropout=0.1)
+    return gpt("tiny-gpt-dropout", layers=2, heads=4, embed=64, vocab=127, seq=32, dropout=0.1)
 
 
 def dropouts(*, experts: bool = True) -> Model:
@@ -70,7 +75,12 @@ def dense_dropouts() -> Model:
 
 def tiny_llama() -> Model:
     """Two key/value heads for four query heads, rotary positions, an own table for the logits."""
-    return llama("tiny-llama", layers=4, heads=4, kv_heads=2, embed=64, ff=96, vocab=127)
+    return llama("tiny-llama", layers=2, heads=4, kv_heads=2, embed=64, ff=96, vocab=127)
+
+
+def tiny_llama_4() -> Model:
+    """tiny_llama with four layers, where two are too few for what a test measures."""
+    return llama("tiny-llama-4", layers=4, heads=4, kv_heads=2, embed=64, ff=96, vocab=127)
 
 
 def tiny_llama_lora() -> Model:
@@ -218,21 +228,21 @@ def golden_moe() -> Model:
 
 def tiny_bert() -> Model:
     """Masked tokens, token types, norms after the layers; 130 ids, of which 129 is the mask's."""
-    return bert("tiny-bert", 4, 4, 64, 96, vocab=131, seq=32)
+    return bert("tiny-bert", 2, 4, 64, 96, vocab=131, seq=32)
 
 
 def tiny_bert_pre_norm() -> Model:
-    return bert("tiny-bert-pre-norm", 4, 4, 64, 96, vocab=131, seq=32, pre_norm=True)
+    return bert("tiny-bert-pre-norm", 2, 4, 64, 96, vocab=131, seq=32, pre_norm=True)
 
 
 def tiny_vit() -> Model:
     """A class of an image of 9 patches."""
-    return vit("tiny-vit", 4, 4, 64, 96, patch=4, pixels=12, classes=11)
+    return vit("tiny-vit", 2, 4, 64, 96, patch=4, pixels=12, classes=11)
 
 
 def tiny_gemma2() -> Model:
     """Caps on scores and on logits, windows, norms around the layers."""
-    return gemma2("tiny-gemma2", layers=4, heads=4, kv_heads=2, embed=64, ff=96, head_dim=16, window=8, vocab=127)
+    return gemma2("tiny-gemma2", layers=2, heads=4, kv_heads=2, embed=64, ff=96, head_dim=16, window=8, vocab=127)
 
 
 def tiny_pair() -> Model:
