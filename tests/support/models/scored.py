@@ -48,6 +48,6 @@ def scored() -> Model:
     """127 tokens, which are padded; the cap hides nothing of the padding."""
     d, v, counted = Dim("embed", 64), Dim("vocab", 127), mask()
     block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), SwiGLU(96))
-    x = ids() >> Embed(weight("wte", v, d)) >> repeat(2, block) >> RMSNorm()
+    x = ids() >> Embed(weight("wte", v, d)) >> repeat(1, block) >> RMSNorm()
     tokens = x >> Unembed(weight("head", v, d)) >> Softcap(30.0) >> NextToken(mask=counted)
     return model("scored", weighted_sum((1.0, tokens), (0.5, x >> Score() >> Square(counted))))
