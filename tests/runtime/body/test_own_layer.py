@@ -44,7 +44,6 @@ UNEVEN = ["squared_510", "hashed_odd"]
 SEQ, BATCH, VOCAB, SEED = 32, 2, 127, 7
 SP = Layout(tp=2, sequence_parallel=True)
 LAYOUTS = {
-    "one process": (Layout(), NAMES),
     "TP2": (Layout(tp=2), DENSE),
     "TP2 SP": (SP, NAMES),
     "TP4 SP, fewer KV heads than TP": (evolve(SP, tp=4), ["two_kv_heads", "one_kv_head"]),
@@ -121,23 +120,38 @@ def plans(plan_of: Callable[..., Plan]) -> dict[str, Plan]:
 
 
 @pytest.fixture(scope="module")
-def expected(plans: dict[str, Plan]) -> dict[str, Curve]:
-    """The first step by the oracle, the second by one process."""
+def alone(plans: dict[str, Plan]) -> dict[str, Curve]:
+    """Both steps by one process."""
     results = launcher.run(curves, (list(plans.values()),), 1, timeout=LIMIT)[0]
-    return {name: [declared(plans[name]), curve[1]] for name, curve in zip(plans, results, strict=True)}
+    return dict(zip(plans, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(plans: dict[str, Plan], alone: dict[str, Curve]) -> dict[str, Curve]:
+    """The first step by the oracle, the second by one process."""
+    return {name: [declared(plans[name]), curve[1]] for name, curve in alone.items()}
+
+
+def check(found: dict[str, Curve], expected: dict[str, Curve]) -> None:
+    """Raise AssertionError that names the models whose losses or norms differ from what is expected."""
+    wrong = {}
+    for name, curve in found.items():
+        losses, norms = ([pair[i] for pair in curve] for i in (0, 1))
+        want_losses, want_norms = ([pair[i] for pair in expected[name]] for i in (0, 1))
+        if losses != pytest.approx(want_losses, abs=1e-5) or norms != pytest.approx(want_norms, rel=1e-5, abs=1e-5):
+            wrong[name] = curve, expected[name]
+    assert not wrong
+
+
+def test_a_body_computes_the_declared_mathematics_in_one_process(alone: Any, expected: Any) -> None:
+    check(alone, expected)
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
 def test_a_body_computes_the_declared_mathematics(row: str, plans: Any, expected: Any) -> None:
     layout, names = LAYOUTS[row]
     results = launcher.run(curves, ([laid(plans[name], layout) for name in names],), layout.world, timeout=LIMIT)[0]
-    wrong = {}
-    for name, curve in zip(names, results, strict=True):
-        losses, norms = ([pair[i] for pair in curve] for i in (0, 1))
-        want_losses, want_norms = ([pair[i] for pair in expected[name]] for i in (0, 1))
-        if losses != pytest.approx(want_losses, abs=1e-5) or norms != pytest.approx(want_norms, rel=1e-5, abs=1e-5):
-            wrong[name] = curve, expected[name]
-    assert not wrong
+    check(dict(zip(names, results, strict=True)), expected)
 
 
 @pytest.mark.parametrize("name", ["own-layer", "own-module"])
