@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +53,7 @@ def plan_of() -> Callable[..., Any]:
     `cuts` are stage borders of one's own.
     """
 
+    @cache
     def make(
         name: str, layout: Any, *, cuts: tuple[int, ...] = (), batch: int = 4, seq: int = 32, precision: str = "fp32"
     ) -> Any:
