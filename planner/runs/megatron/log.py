@@ -44,6 +44,7 @@ DERIVED = frozenset(_DERIVED.split())
 OF_OTHER_PROGRAMS = "export_"  # how the names of arguments of NVIDIA's Model Optimizer begin
 ALWAYS_LISTED = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "global_batch_size", "bf16")
 SHOWN_ARGUMENTS = 8
+WORLD_DIGITS = 7  # of a number of GPUs
 
 
 def read_log(text: str, path: str, devices: int | None, hints: Hints) -> TrainingRun:
@@ -53,11 +54,14 @@ def read_log(text: str, path: str, devices: int | None, hints: Hints) -> Trainin
     if "num_layers" not in stated and "encoder_num_layers" not in stated:
         raise UserError(f"{path} lists no argument that says how many layers the model has")
     world = stated.get("world_size")
-    count = devices or (int(world.text) if world and world.text.isdecimal() else None)
-    if count is None:
+    listed = int(world.text) if world and world.text.isdecimal() and len(world.text) <= WORLD_DIGITS else 0
+    count = devices or listed
+    if not count:
         raise UserError(f"{path} does not list world_size\ngive the number of GPUs: --gpus 64xH100")
-    assumed = tuple(_notes(stated, lines, path))
-    source = ArgumentSource(path, Devices(count, None, world.origin if world else None), assumed, hints=hints)
+    assumed = list(_notes(stated, lines, path))
+    if world and listed != count:
+        assumed.append(Note(f"{count} GPUs (`--gpus`), though the log lists {shortened(world.text, 20)}", world.origin))
+    source = ArgumentSource(path, Devices(count, None, world.origin if world else None), tuple(assumed), hints=hints)
     run = read_run(_as_arguments(stated), _with_vocabulary(source, lines))
     _, printed = iterations_of(lines)
     return evolve(run, measured=measured_step(printed, max_allocated(lines), path, run.workload.batch))

@@ -104,6 +104,7 @@ SAID = [
     ),
     ("experts.slurm", "--ntasks-per-node", "--ntask-per-node", "sbatch's option --ntask-per-node is not known"),
     ("dense.sh", "NullTokenizer", "NulTokenizer", "of a tokenizer that is not known"),
+    ("log.log", "size ...................................... 8", "size ...... 16", "though the log lists 16"),
     ("log.log", "  bf16", "  bf61", "the log does not list bf16"),
     (
         "log.log",
@@ -155,3 +156,8 @@ def test_settings_of_verl_that_are_on_by_default() -> None:
     assert read.layout.sequence_parallel and read.layout.shard.value == 1
     off = run("verl.sh", "nnodes=1", "nnodes=1 actor_rollout_ref.actor.megatron.use_distributed_optimizer=false")
     assert off.layout.shard.value == 0
+
+
+def test_a_list_of_layers_without_quotes_is_no_pattern_of_files() -> None:
+    read = run("experts.slurm", "--moe-grouped-gemm", "--moe-layer-freq [0]+[1]*7 --moe-grouped-gemm")
+    assert {fact.name: fact.value for fact in read.stated}["experts"] == "8 in 7 of 8 layers"

@@ -11,8 +11,8 @@ from megaloom.planner.runs.shell.parse.text import Text, missing, quoted, shown,
 from megaloom.planner.runs.words import Unknown
 
 LIST_ARITHMETIC = re.compile(
-    r"\[[\d,]+\]\*\d+(?:\+\[[\d,]+\]\*\d+)*"
-)  # Python's [0]*3+[1]*58, as --moe-layer-freq takes it
+    r"\[[\d,]+\](?:\*\d+)?(?:\+\[[\d,]+\](?:\*\d+)?)*"
+)  # Python's [0]*3+[1]*58 and [0]+[1]*45, as --moe-layer-freq takes it
 
 
 def split_expansion(text: Text, separators: str) -> list[Text | None]:
