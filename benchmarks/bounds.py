@@ -28,6 +28,7 @@ from megaloom.planner.bounds.pipeline import pass_multiples
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost import cost_cache
 from megaloom.planner.cost.cost_table import CostTable, cost_table
+from megaloom.planner.partition.chain_costs import SECONDS
 from megaloom.planner.search import best_first, candidates, pricing
 from megaloom.planner.search.pricing import Pricer
 
@@ -74,9 +75,9 @@ def _balanced(name: str) -> Callable[..., BalancedBounds]:
     return weaker
 
 
-def _without_recompute(table: CostTable, *cap: Any, within_cap: Any = balanced_partition._within_cap) -> Any:
+def _without_recompute(costs: Any, which: Any, *cap: Any, within_cap: Any = balanced_partition._within_cap) -> Any:
     """Return what `_within_cap` does, with the seconds of a micro-batch without recompute of first blocks."""
-    return balanced_partition._plain_seconds(table), *within_cap(table, *cap)[1:]
+    return costs.before[SECONDS, costs.table[which], -1], *within_cap(costs, which, *cap)[1:]
 
 
 def _new_table(pricer: Pricer, layout: Layout) -> CostTable:

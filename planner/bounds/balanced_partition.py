@@ -14,15 +14,17 @@ from attrs import frozen
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost import memory
-from megaloom.planner.cost.columns import BACKWARD_COLUMNS, ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.weight_units import gathered_fields, waiting_seconds
+from megaloom.planner.partition.chain_costs import FORWARD, SAVED, SECONDS, STATE, ChainCosts
+from megaloom.planner.partition.dynamic_program import Indices
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
-from megaloom.planner.partition.partitioner import WHOLE_BLOCKS, StageBounds, segment_sums
+from megaloom.planner.partition.partitioner import WHOLE_BLOCKS
 from megaloom.planner.pipeline import schedules
 
 from . import interleaved_memory, pipeline
+from .base_costs import TINY
 from .lower_bounds import BoundedLayouts, LowerBounds
 
 # Share of the balanced partition's bound that an interleaved layout is expected to need once the partitioner has moved
@@ -32,7 +34,7 @@ EXPECTED_SHARE = 0.97
 SLACK = 1 + 1e-9  # tolerance for sums of the same seconds in another order
 RECOMPUTE_FIELDS = ("recompute", "recompute_modules", "recompute_layers")
 
-Balance = Callable[[Sequence[Layout]], Sequence[tuple[CostTable, StageBounds]]]  # cost table and balanced partition
+Balance = Callable[[Layouts], tuple[ChainCosts, Sequence[Indices]]]  # costs and balanced partitions, as cut points
 
 
 @frozen(eq=False)
@@ -55,41 +57,38 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: Bounde
     expected, least = np.zeros(len(bounded)), bounded.nbytes.copy()
     columns = *(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), *gathered_fields(x)
     first, which = alike(*columns, stages)
-    partitions = balance(x.each(first))
-    waiting = _waiting_seconds(x, which, [table for table, _ in partitions])
+    costs, partitions = balance(x.take(first))
+    waiting = _waiting_seconds(x, costs, which)
     for count in np.flatnonzero(np.bincount(stages)).tolist():
-        some = np.flatnonzero(stages[first] == count).tolist()
-        chosen = [partitions[i] for i in some]
-        sums = np.array([table.stage_sums(bounds) for table, bounds in chosen])
-        extra = np.array([(table.least_boundary, table.workspace, table.library) for table, _ in chosen], dtype=float)
-        here, tables = stages == count, [table for table, _ in chosen]
-        slowest = sums[..., STEP_COLUMNS].sum(axis=2).max(axis=1)
-        plain = np.array([_plain_seconds(table) for table in tables])
+        here, some = stages == count, np.flatnonzero(stages[first] == count)
+        bounds = np.array([partitions[i] for i in some.tolist()])
+        sums = costs.stages(some, bounds[:, :-1], bounds[:, 1:])
+        plain = costs.before[SECONDS, costs.table[some], -1]
         if (x.vpp[here] > 1).any():
-            each = zip(tables, slowest.tolist(), strict=True)
-            through, *saved = np.array([_within_cap(one, most, count) for one, most in each]).T
+            through, *saved = _within_cap(costs, some, sums[SECONDS].max(axis=1), count)
         row = np.zeros(len(first), dtype=np.intp)
         row[some] = np.arange(len(some))
         for pp in np.flatnonzero(np.bincount(x.pp[here])).tolist():
             mine = np.flatnonzero(here & (x.pp == pp))
-            part, table = bounded.take(mine), row[which[mine]]
+            part, chain = bounded.take(mine), row[which[mine]]
+            transient = costs.transient[:, which[mine]]
             computing = plain if pp == count else through  # only with several chunks is a stage's time limited
-            passes = _passes_seconds(lower_bounds, part, computing[table] + waiting[mine])
+            passes = _passes_seconds(lower_bounds, part, computing[chain] + waiting[mine])
             seconds[mine] = np.maximum(seconds[mine], passes)
-            nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[table], extra[table]))
+            nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[:, chain], transient))
             if pp == count:
                 continue
-            capped = _capped_nbytes(lower_bounds, part, extra[table], *(column[table] for column in saved))
+            capped = _capped_nbytes(lower_bounds, part, transient, *(column[chain] for column in saved))
             least[mine] = np.maximum(least[mine], capped)
             if lower_bounds.many[count]:
-                expected[mine] = EXPECTED_SHARE * _interleaved_seconds(lower_bounds, part, sums[table])
+                expected[mine] = EXPECTED_SHARE * _interleaved_seconds(lower_bounds, part, sums[:, chain])
     return BalancedBounds(seconds, np.maximum(seconds, expected), nbytes, least)
 
 
 def _interleaved_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows) -> Rows:
     """Return the lower bound of interleaved layouts under their balanced partitions: see `pipeline.finish_bounds`."""
     x, m = bounded.layouts, bounded.layouts.microbatches(lower_bounds.cache.workload.batch)
-    forward, backward = (sums[..., columns].sum(axis=2) for columns in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
+    forward, backward = sums[FORWARD], sums[SECONDS] - sums[FORWARD]
     sends = np.broadcast_to(lower_bounds.costs.send_seconds[bounded.base, None], forward.shape)
     ends = pipeline.finish_bounds(forward, backward, sends, int(x.pp[0]), m, x.microbatch_group_size)
     seconds: Rows = ends.max(axis=1) + bounded.after
@@ -109,13 +108,8 @@ def _passes_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, through:
     return seconds
 
 
-def _plain_seconds(table: CostTable) -> float:
-    """Return the seconds T₀ of one micro-batch through the model, without the recompute of first blocks."""
-    return float(table.rows[:, STEP_COLUMNS].sum(axis=1) @ table.structure.kind_counts)
-
-
-def _within_cap(table: CostTable, slowest: float, count: int) -> tuple[float, float, float]:
-    """Return (T, saved, largest saved) of `count` stages, none of which is slower than the partitioner accepts.
+def _within_cap(costs: ChainCosts, which: Column, slowest: Rows, count: int) -> tuple[Rows, Rows, Rows]:
+    """Return (T, saved, largest saved) of chains of `count` stages, none slower than the partitioner accepts.
 
     slowest: seconds of the slowest stage of the balanced partition. T is a lower bound of the seconds of one
     micro-batch through the model, `saved` of the bytes that all stages save of it, and no stage saves more than
@@ -125,35 +119,35 @@ def _within_cap(table: CostTable, slowest: float, count: int) -> tuple[float, fl
     Σ a_s ≥ max(a − s F, a'), with a the bytes that the model saves without recompute and a' with recompute of all
     blocks, and F the most that recompute of the first blocks of a stage frees.
     """
-    cuts = np.array(table.structure.cut_points)
-    seconds, saved = (segment_sums(table, cuts, columns) for columns in (STEP_COLUMNS, [CostColumn.SAVED]))
-    far = seconds.farthest(SLACK * WHOLE_BLOCKS * SLOWEST_FACTOR * slowest)
-    through, least, most = _plain_seconds(table), float(saved.sums[-1]), float(saved(np.arange(len(cuts)), far).max())
-    if seconds.extra is not None and seconds.extra_end is not None:
-        every = seconds.extra[far] - seconds.extra
-        recomputed = np.minimum(seconds.extra_end, seconds.extra[far]) - seconds.extra
-        some = every > 0
-        through += float((recomputed[some] / every[some]).min(initial=1.0) * seconds.extra[-1])
-    if saved.extra is not None and saved.extra_end is not None:
-        freed = float((saved.extra - saved.extra_end).max())
-        least = max(least - count * freed, least + float(saved.extra[-1]))
+    caps = SLACK * WHOLE_BLOCKS * SLOWEST_FACTOR * slowest
+    far = np.array([costs.seconds[i].farthest(cap) for i, cap in zip(which.tolist(), caps.tolist(), strict=True)])
+    start, table = np.broadcast_to(np.arange(far.shape[1]), far.shape), costs.table[which]
+    most = costs.stages(which, start, far)[SAVED].max(axis=1)
+    through, least = costs.before[SECONDS, table, -1], costs.before[SAVED, table, -1]
+    if costs.blocks[which].any():
+        cuts, ends = costs.structure.cut_points, costs.ends_of(which)
+        extra, freed = costs.recompute_before[SECONDS, table], costs.recompute_before[SAVED, table]
+        every = np.take_along_axis(extra, cuts[far], axis=1) - extra[:, cuts]
+        recomputed = np.take_along_axis(extra, np.minimum(ends, cuts[far]), axis=1) - extra[:, cuts]
+        share = np.where(every > 0, recomputed / np.maximum(every, TINY), 1.0).min(axis=1)
+        through = through + np.minimum(share, 1.0) * extra[:, -1]
+        most_freed = (freed[:, cuts] - np.take_along_axis(freed, ends, axis=1)).max(axis=1)
+        least = np.where(costs.blocks[which] > 0, np.maximum(least - count * most_freed, least + freed[:, -1]), least)
     return through, least, most
 
 
-def _waiting_seconds(x: Layouts, which: Column, tables: Sequence[CostTable]) -> Rows:
+def _waiting_seconds(x: Layouts, costs: ChainCosts, which: Column) -> Rows:
     """Return the seconds for which a micro-batch waits for sharded weights and gradients, in both passes: [layouts].
 
-    which: number of the cost table of each layout. The sum over all nodes is that of every partition, and the same for
-    any number of recomputed blocks.
+    which: number of the chain of each layout. The sum over all nodes is that of every partition, and the same for any
+    number of recomputed blocks.
     """
     seconds = np.zeros(len(x))
     if len(sharded := np.flatnonzero(x.fsdp)):
-        some = x.take(sharded)
-        partly = some.recompute_layers > 0
-        columns = (getattr(some, name) for name in (*NODE_COST_FIELDS, "recompute", "recompute_modules", "dp"))
-        first, each = alike(*columns, partly, *gathered_fields(some))
-        rows = zip(which[sharded[first]].tolist(), some.each(first), strict=True)
-        seconds[sharded] = np.array([_waiting_of_model(tables[i], layout) for i, layout in rows])[each]
+        some, table = x.take(sharded), costs.table[which[sharded]]
+        first, each = alike(table, some.dp, *gathered_fields(some))
+        rows = zip(table[first].tolist(), some.each(first), strict=True)
+        seconds[sharded] = np.array([_waiting_of_model(costs.tables[i], layout) for i, layout in rows])[each]
     return seconds
 
 
@@ -165,7 +159,7 @@ def _waiting_of_model(table: CostTable, layout: Layout) -> float:
 
 
 def _capped_nbytes(
-    lower_bounds: LowerBounds, bounded: BoundedLayouts, extra: Rows, saved: Rows, largest_saved: Rows
+    lower_bounds: LowerBounds, bounded: BoundedLayouts, transient: Rows, saved: Rows, largest_saved: Rows
 ) -> Rows:
     """Return a lower bound of the rank with the most memory, for the partitions that the partitioner may choose.
 
@@ -174,7 +168,7 @@ def _capped_nbytes(
     libraries and p2p buffers.
     """
     x, cache, costs = bounded.layouts, lower_bounds.cache, lower_bounds.costs
-    pp, (boundary, workspace, library) = int(x.pp[0]), extra.T
+    pp, (boundary, workspace, library) = int(x.pp[0]), transient
     activations = interleaved_memory.capped_activations(
         saved=saved,
         stage=largest_saved,
@@ -185,21 +179,21 @@ def _capped_nbytes(
         group=x.microbatch_group,
     )
     state = costs.state_nbytes[bounded.base, x.shard] / pp + costs.runtime_nbytes[bounded.base]
-    transient = workspace + library + memory.RECEIVE_BUFFERS * boundary
-    return memory.rank_memory(state, activations / pp, 1.0, transient)
+    passing = workspace + library + memory.RECEIVE_BUFFERS * boundary
+    return memory.rank_memory(state, activations / pp, 1.0, passing)
 
 
-def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:
+def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, transient: Rows) -> Rows:
     """Return about the bytes of the rank with the most memory, at each rank's first backward pass."""
     x, cache = bounded.layouts, lower_bounds.cache
     pp, vpp = int(x.pp[0]), int(x.vpp[0])
-    params, experts, fixed = (sums[..., column].reshape(-1, vpp, pp).sum(axis=1).ravel() for column in ELEMENTS)
+    params, experts, fixed = (sums[i].reshape(-1, vpp, pp).sum(axis=1).ravel() for i in STATE)
     ranks = x.take(np.repeat(np.arange(len(bounded)), pp))
     state = memory.rank_state(params, experts, ranks, cache.job, fixed)
     in_flight = schedules.first_in_flight(pp, vpp, x.microbatches(cache.workload.batch), x.microbatch_group)
-    saved = sums[..., CostColumn.SAVED] + extra[:, :1] * (np.arange(pp * vpp) > 0)
+    saved = sums[SAVED] + transient[0, :, None] * (np.arange(pp * vpp) > 0)
     activations = (in_flight * saved.reshape(-1, vpp, pp)).sum(axis=1)
     resident = state.total.astype(float).reshape(-1, pp)
-    rank_nbytes = memory.rank_memory(resident, activations, 1.0, extra[:, 1:2])
+    rank_nbytes = memory.rank_memory(resident, activations, 1.0, transient[1, :, None])
     nbytes: Rows = rank_nbytes.max(axis=1) + lower_bounds.costs.runtime_nbytes[bounded.base]
     return nbytes

@@ -41,7 +41,7 @@ def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column,
     exposed = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
     sharding = x.shard, x.expert_shard, x.reshard, x.replicas, x.grad_reduce
     columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
-    ends, which = _known(
+    ends, which = known_of(
         columns, known, lambda i, dense, sparse: _least_ends(x[i], dense / x.pp[i], sparse / x.pp[i], cache)
     )
     last_bucket, optimizer, *communication = np.array(ends).reshape(-1, 4)[which].T
@@ -60,13 +60,13 @@ def ends_later(
     """
     sharding = x.shard, x.overlaps, y.shard, y.overlaps, x.expert_shard, x.grad_reduce
     columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
-    later, which = _known(
+    later, which = known_of(
         columns, known, lambda i, dense, sparse: _ends_later(x[i], y[i], dense / x.pp[i], sparse / x.pp[i], cache)
     )
     return np.array(later, dtype=np.bool_)[which]
 
 
-def _known(
+def known_of(
     columns: Sequence[Column], known: dict[tuple[int, ...], _Known], compute: Callable[[int, int, int], _Known]
 ) -> tuple[list[_Known], Column]:
     """Return what `known` has for each distinct row of the columns, and the index of each layout's row among these.

@@ -31,12 +31,12 @@ from .base_costs import (
     BaseCosts,
     price_base_layouts,
 )
-from .end_of_step import Ends, end_of_step_bound
+from .end_of_step import Ends, end_of_step_bound, known_of
 from .rank_memory import in_flight_means, least_rank_memory
 
 LARGE_BATCH = 1 << 20  # sequences of a micro-batch in which fixed costs and partly filled tiles no longer count
 LARGE_BATCH_TOLERANCE = 1 - 1e-6  # tiles and experts of even so large a micro-batch may be rounded up
-BOUND_COLUMNS = ("base", "seconds", "nbytes", "after")
+BOUND_COLUMNS = ("base", "seconds", "nbytes", "after", "passes")
 
 
 @frozen(eq=False)
@@ -48,6 +48,7 @@ class BoundedLayouts:
     seconds: Rows  # of a step
     nbytes: Rows  # of the pipeline rank with the most memory
     after: Rows  # part of `seconds` that follows the last micro-batch
+    passes: Rows  # least seconds up to the last backward pass, also if more state is sharded
 
     @classmethod
     def joined(cls, parts: Sequence[BoundedLayouts]) -> BoundedLayouts:
@@ -103,6 +104,7 @@ class LowerBounds:
     costs: BaseCosts = field(init=False)
     many: NDArray[np.bool_] = field(init=False)  # for each number of stages, see `too_many_partitions`
     _ends: Ends = field(factory=dict, init=False)
+    _gathers: dict[tuple[int, ...], float] = field(factory=dict, init=False)  # see `_gathering_seconds`
     _mode_of: Column = field(init=False)  # [sets of modules] mode in `costs`, 0 while it is not there
 
     def __attrs_post_init__(self) -> None:
@@ -147,11 +149,11 @@ class LowerBounds:
         )
         gathering = self._gathering_seconds(x, base)
         waiting = self.cache.job.contention.least * gathering
-        seconds = self._pipeline_seconds(x, base, passes, waiting) + sends * costs.send_seconds[base]
+        pipeline_seconds = self._pipeline_seconds(x, base, passes, waiting) + sends * costs.send_seconds[base]
         mean = self._passes_seconds(x, base, m / x.pp, waiting) + after[:, 1]
         nbytes = self._nbytes(x, base, self._modes(x))
-        seconds = np.maximum(np.maximum(seconds, mean), m / x.pp * gathering)
-        return BoundedLayouts(x, base, seconds + after[:, 0], nbytes, after[:, 0])
+        seconds = np.maximum(np.maximum(pipeline_seconds, mean), m / x.pp * gathering)
+        return BoundedLayouts(x, base, seconds + after[:, 0], nbytes, after[:, 0], pipeline_seconds)
 
     def ideal(self, first: int = 0) -> tuple[Rows, Rows]:
         """Return (seconds, nbytes) that no layout of a base layout goes below, for each from number `first` on.
@@ -174,13 +176,17 @@ class LowerBounds:
 
         It is 0 where no weights or gradients are sharded. One collective is no slower than several of its parts.
         """
-        seconds = np.zeros(len(x))
+        seconds, costs, job = np.zeros(len(x)), self.costs, self.cache.job
         if not (sharded := np.flatnonzero(x.fsdp)).size:
             return seconds
         some, base = x.take(sharded), base[sharded]
-        first, which = alike(base, some.shard, some.expert_shard, some.reshard)
-        rows = zip(some.each(first), self.costs.params[base[first]], self.costs.expert_params[base[first]], strict=True)
-        least = [pass_seconds(dense, experts, y, self.cache.job) for y, dense, experts in rows]
+        elements, shards = (costs.params[base], costs.expert_params[base]), (some.shard, some.expert_shard)
+        mesh = some.tp, some.dp * some.cp, some.ep, some.etp
+        least, which = known_of(
+            (*elements, *mesh, *shards, some.reshard, some.replicas, some.grad_reduce),
+            self._gathers,
+            lambda i, dense, sparse: pass_seconds(dense, sparse, some[i], job),
+        )
         seconds[sharded] = np.array(least)[which]
         return seconds
 

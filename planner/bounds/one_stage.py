@@ -6,19 +6,16 @@ of its p2p sends of one micro-batch; A seconds after the last backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from attrs import fields_dict, frozen
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost import communication, memory
-from megaloom.planner.cost.columns import ELEMENTS, STEP_COLUMNS, CostColumn
-from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
-from megaloom.planner.partition.partitioner import segment_sums
+from megaloom.planner.partition.chain_costs import SAVED, SECONDS, STATE, ChainCosts
 
 from .lower_bounds import BoundedLayouts, LowerBounds
 
@@ -48,7 +45,7 @@ class Segments:
 
 
 def one_stage_seconds(
-    table_of: Callable[[Layout], CostTable], lower_bounds: LowerBounds, bounded: BoundedLayouts, limit: float
+    costs_of: Callable[[Layouts], ChainCosts], lower_bounds: LowerBounds, bounded: BoundedLayouts, limit: float
 ) -> Rows:
     """Return a lower bound of the step for the partitions within the memory limit, infinite where there is none.
 
@@ -62,20 +59,17 @@ def one_stage_seconds(
         for ranks in np.flatnonzero(np.bincount(pp)).tolist():
             some = np.flatnonzero(pp == ranks)
             part = bounded.take(some)
-            tables = [table_of(layout) for layout in part.layouts.each(np.arange(len(some)))]
-            seconds[some] = _seconds_of_ranks(tables, lower_bounds, part, limit)
+            seconds[some] = _seconds_of_ranks(costs_of(part.layouts), lower_bounds, part, limit)
     return seconds
 
 
-def _seconds_of_ranks(
-    tables: Sequence[CostTable], lower_bounds: LowerBounds, bounded: BoundedLayouts, limit: float
-) -> Rows:
-    """Return the bound of layouts with equally many ranks, with their cost tables."""
+def _seconds_of_ranks(costs: ChainCosts, lower_bounds: LowerBounds, bounded: BoundedLayouts, limit: float) -> Rows:
+    """Return the bound of layouts with equally many ranks, with their costs."""
     x, job, seconds = bounded.layouts, lower_bounds.cache.job, bounded.seconds.copy()
-    segments, m = _segments(tables, x, job), x.microbatches(job.workload.batch)[:, None]
+    segments, m = _segments(costs, x, job), x.microbatches(job.workload.batch)[:, None]
     in_flight = np.minimum(np.arange(x.pp[0], 0, -1), m)
-    free = _free_nbytes(tables, in_flight, lower_bounds.costs.runtime_nbytes[bounded.base], job, limit)
-    sends = _send_seconds(tables, x, job)
+    free = _free_nbytes(costs.transient, in_flight, lower_bounds.costs.runtime_nbytes[bounded.base], job, limit)
+    sends = _send_seconds(costs.transient[0], x, job)
     waits = m * sends + np.cumsum(sends, axis=1) - sends + bounded.after[:, None]
     fits = _all_placed(segments, in_flight, free, m)
     segments, in_flight, free, m, waits = segments.take(fits), in_flight[fits], free[fits], m[fits], waits[fits]
@@ -114,44 +108,36 @@ def _all_placed(
     return placed
 
 
-def _segments(tables: Sequence[CostTable], x: Layouts, job: Job) -> Segments:
-    cuts = tables[0].structure.cut_points
-
-    def sums(*columns: int) -> Rows:
-        return np.array([segment_sums(table, cuts, columns).sums for table in tables])
-
+def _segments(costs: ChainCosts, x: Layouts, job: Job) -> Segments:
+    table, cuts, reserve = costs.table, costs.structure.cut_points, memory.ALLOCATED
     of_one = [memory.rank_state(a, b, x, job, c) for a, b, c in STATE_SAMPLE * np.eye(3, dtype=np.int64)]
-    state = sum(s.total[:, None] / STATE_SAMPLE * sums(column) for s, column in zip(of_one, ELEMENTS, strict=True))
-    whole = np.zeros(len(cuts)), np.zeros(len(cuts)), np.full(len(cuts), len(cuts))
-    saved = [segment_sums(table, cuts, [CostColumn.SAVED]) for table in tables]
-    partly = [whole if s.extra is None else (s.extra, s.extra_end, s.last) for s in saved]
-    freed, freed_end, last = (np.array(column) for column in zip(*partly, strict=True))
-    reserve = memory.ALLOCATED
+    state = sum(s.total[:, None] / STATE_SAMPLE * costs.before[i, table] for s, i in zip(of_one, STATE, strict=True))
+    freed, ends = reserve * costs.recompute_before[SAVED, table], costs.ends_of(np.arange(len(x)))
     return Segments(
-        seconds=sums(*STEP_COLUMNS),
+        seconds=costs.before[SECONDS, table],
         state=np.asarray(state),
-        saved=reserve * sums(CostColumn.SAVED),
-        freed=reserve * freed,
-        freed_end=reserve * freed_end,
-        last=last,
+        saved=reserve * costs.before[SAVED, table],
+        freed=freed[:, cuts],
+        freed_end=np.take_along_axis(freed, ends, axis=1),
+        last=cuts.searchsorted(ends, side="right") - 1,
     )
 
 
-def _free_nbytes(tables: Sequence[CostTable], in_flight: Column, runtime: Rows, job: Job, limit: float) -> Rows:
+def _free_nbytes(transient: Rows, in_flight: Column, runtime: Rows, job: Job, limit: float) -> Rows:
     """Return the bytes for state and saved activations of each rank at its first backward pass: [layouts, ranks]."""
     pp = in_flight.shape[1]
-    least, library, workspace = np.array([[t.least_boundary, t.library, t.workspace] for t in tables], dtype=float).T
+    least, workspace, library = transient
     buffers = (memory.RECEIVE_BUFFERS + pp * job.profile.saved.stage_output) * least
     received = in_flight * (np.arange(pp) > 0) * least[:, None]
-    transient = (workspace + library + buffers)[:, None]
-    free: Rows = limit * BYTES_TOLERANCE - memory.rank_memory(runtime[:, None], received, 1.0, transient)
+    passing = (workspace + library + buffers)[:, None]
+    free: Rows = limit * BYTES_TOLERANCE - memory.rank_memory(runtime[:, None], received, 1.0, passing)
     return free
 
 
-def _send_seconds(tables: Sequence[CostTable], x: Layouts, job: Job) -> Rows:
+def _send_seconds(least: Rows, x: Layouts, job: Job) -> Rows:
     """Return the least seconds in which each rank sends one micro-batch, both ways: [layouts, ranks]."""
-    least, scattered = np.array([table.least_boundary for table in tables]), job.profile.overlap.scattered_sends
-    first, which = alike(least, x.tp, x.sequence_parallel)
+    scattered = job.profile.overlap.scattered_sends
+    first, which = alike(least.astype(np.int64), x.tp, x.sequence_parallel)
     out = np.zeros((len(first), int(x.pp[0])))
     for row, nbytes, y in zip(out, least[first].tolist(), x.each(first), strict=True):
         for stage in range(y.pp - 1):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.simulate.price import counting_seconds, end_of_rank, end_of_ranks
 
@@ -18,7 +16,6 @@ def step_lower_bound(partition: Partition) -> float:
     """
     x, seconds = partition.layout, (partition.forward_seconds, partition.backward_seconds, partition.send_seconds)
     ends = pipeline.finish_bounds(*seconds, x.pp, partition.problem.microbatches, x.microbatch_group)
-    params = [sum(s.params + s.expert_params for s in partition.stages[r :: x.pp]) for r in range(x.pp)]
-    ranks = sorted({int(ends.argmax()), int(np.argmax(params))})
+    ranks = sorted({int(ends.argmax()), int(partition.rank_elements.sum(axis=1).argmax())})
     counting = counting_seconds(partition) if partition.problem.job.repeats_forward else 0.0
     return counting + end_of_ranks([float(ends[r]) for r in ranks], [end_of_rank(partition, r) for r in ranks])

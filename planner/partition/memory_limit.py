@@ -217,11 +217,12 @@ class MemoryLimit:
 def memory_limit(sizes: StageSizes, layout: Layout, job: Job, limit: float) -> MemoryLimit:
     """Return the memory of every stage against a limit in bytes."""
     n, profile = 10**6, job.profile
-    elements = ((n, 0, 0), (0, n, 0), (0, 0, n))
-    dense, experts, fixed = (memory.rank_state(a, b, layout, job, c) for a, b, c in elements)
-    state_sums = dense.total / n * sizes.params + experts.total / n * sizes.expert_params
-    state_sums = state_sums + fixed.total / n * sizes.frozen_params
-    step_sums = dense.step / n * sizes.params + experts.step / n * sizes.expert_params
+    params, experts, frozen = n * np.eye(3, dtype=np.int64)
+    state = memory.rank_state(params, experts, layout, job, frozen)
+    dense, expert, fixed = (state.total / n).tolist()
+    state_sums = dense * sizes.params + expert * sizes.expert_params + fixed * sizes.frozen_params
+    dense, expert, _ = (state.step / n).tolist()
+    step_sums = dense * sizes.params + expert * sizes.expert_params
     copied = {nodes for slot, nodes in job.structure.shared_weights if slot.trained} if layout.pp > 2 else ()
     groups = len(copied) * job.cluster.outer.group_nbytes  # the most that a rank may need
     reserved = communication.reserved_bytes(layout, job.cluster, profile) + groups

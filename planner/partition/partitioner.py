@@ -180,16 +180,11 @@ class Partition:
     @cached_property
     def send_seconds(self) -> list[float]:
         """Return the seconds of the p2p send of one micro-batch from each stage to the next, either way."""
-        return [
-            communication.p2p_seconds(
-                nbytes,
-                stage,
-                self.layout,
-                self.problem.job.cluster,
-                scattered=self.problem.job.profile.overlap.scattered_sends,
-            )
-            for stage, nbytes in enumerate(self.problem.received[list(self.bounds[1:-1])].tolist())
-        ]
+        x, job = self.layout, self.problem.job
+        sends = [(n, s % x.pp) for s, n in enumerate(self.problem.received[list(self.bounds[1:-1])].tolist())]
+        scattered = job.profile.overlap.scattered_sends
+        known = {send: communication.p2p_seconds(*send, x, job.cluster, scattered=scattered) for send in {*sends}}
+        return [known[send] for send in sends]
 
     @property
     def blocked_seconds(self) -> list[float]:
@@ -230,6 +225,11 @@ class Partition:
         out[:, 4] = table.library + problem.p2p_buffers[begin]
         out[:, 5] = table.ending
         return out
+
+    @property
+    def rank_elements(self) -> NDArray[np.int64]:
+        """Return the elements of trained dense weights and of experts that each pipeline rank holds: [ranks, 2]."""
+        return np.asarray(self._sizes[:, :2].reshape(self.layout.vpp, self.layout.pp, 2).sum(axis=0))
 
     @property
     def rank_peaks(self) -> tuple[memory.Peak, ...]:
@@ -293,7 +293,7 @@ def partition(
     chosen = even = even or Partition(problem, balance_stages(problem))
     blocks = evolve(problem, whole_blocks=True)
     slowest, segments, count = WHOLE_BLOCKS * max(even.seconds), len(blocks.cut_points) - 1, len(even.bounds) - 1
-    if count <= segments:
+    if count <= segments < len(problem.cut_points) - 1:  # else the balanced partition has whole blocks
         far, end = np.maximum.accumulate(blocks.seconds.farthest(slowest * TOLERANCE)).tolist(), 0
         for _ in range(count):  # the longest stages that take no longer
             end = far[end]

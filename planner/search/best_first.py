@@ -56,6 +56,11 @@ class BalancedLayout:
         """Return the layout itself."""
         return self.layouts[self.i]
 
+    @cached_property
+    def even(self) -> Partition:
+        """Return its balanced partition."""
+        return self.pricer.even(self.layout)
+
     @property
     def device_mesh(self) -> DeviceMesh:
         """Return the degrees of the axes that divide devices."""
@@ -65,9 +70,9 @@ class BalancedLayout:
     def steps(self) -> Iterator[PartitionedLayout | Layout]:
         """Yield layouts with less overlap that need less memory, then the partition if one fits."""
         if self.may_fit:
-            yield from self.pricer.fewer_overlaps(self.layout)
+            yield from self.pricer.fewer_overlaps(self.even)
         if self.may_fit or self.feasible:
-            found = self.pricer.refined(self.layout, full=not self.may_fit)
+            found = self.pricer.refined(self.even, full=not self.may_fit)
             yield from [found] if found else []
 
 
@@ -87,6 +92,8 @@ class Frontier:
     _unopened_seconds: Rows = field(factory=lambda: np.zeros(0))
     _opened: list[BoundedLayouts] = field(factory=list)  # layouts not yet balanced, each part by ascending bound
     _opened_seconds: float = inf  # least bound of these
+    _full: list[BoundedLayouts] = field(factory=list)  # layouts that do not fit, whose more sharded ones are not opened
+    _full_seconds: float = inf  # least bound of what these become
     _limit: float = inf  # seconds above which a balanced layout waits until its expected time is the least
     _expected: dict[DeviceMesh, float] = field(factory=dict)  # of the layouts that may fit, least seconds by mesh
     _postponed: list[tuple[float, Entry]] = field(factory=list)  # of closed meshes
@@ -134,8 +141,8 @@ class Frontier:
             if isinstance(entry, PartitionedLayout):
                 yield entry.partition
             elif isinstance(entry, BalancedLayout):
-                if entry.may_fit and (partition := self.candidates.pricer.even_if_it_fits(entry.layout)):
-                    yield partition
+                if entry.may_fit and entry.even.fits:
+                    yield entry.pricer.refine(entry.even)
                 else:
                     others.append(top)
         for top in others:
@@ -143,7 +150,7 @@ class Frontier:
 
     def _expand(self, seconds: float) -> bool:
         """Take one step that may bring an entry of at most this bound to the heap; False if there is none."""
-        limit, horizon = min(seconds, self._opened_seconds), self.candidates.horizon
+        limit, horizon = min(seconds, self._opened_seconds, self._full_seconds), self.candidates.horizon
         limit, bounds = self._batch_limit(limit), self._unopened_seconds
         first = float(bounds[0]) if len(bounds) else inf
         last = float(bounds[BASES_AT_ONCE - 1]) if len(bounds) >= BASES_AT_ONCE else inf
@@ -151,6 +158,8 @@ class Frontier:
             self._extend(limit)
         elif first < inf and first <= limit:
             self._open()
+        elif self._full and self._full_seconds <= min(seconds, self._opened_seconds):
+            self._shard(limit)
         elif self._opened and self._opened_seconds <= seconds:
             self._balance()
         else:
@@ -187,21 +196,33 @@ class Frontier:
         self._add_opened(bounded)
 
     def _add_opened(self, bounded: BoundedLayouts) -> None:
-        """Add layouts that are not yet balanced. Of those that do not fit, add one that shards more state."""
-        parts = []
-        while len(bounded):
-            fits = bounded.nbytes <= self.candidates.pricer.capacity
-            order = np.flatnonzero(fits)[np.argsort(bounded.seconds[fits], kind="stable")]
-            parts.append(bounded.take(order))
-            bounded = self._more_sharded(bounded.take(~fits))
-        self._set_opened([*self._opened, *parts])
+        """Add layouts that are not yet balanced. Those that do not fit wait to become layouts that shard more state."""
+        fits = bounded.nbytes <= self.candidates.pricer.capacity
+        order = np.flatnonzero(fits)[np.argsort(bounded.seconds[fits], kind="stable")]
+        self._set_opened([*self._opened, bounded.take(order)])
+        self._add_full(bounded.take(~fits))
+
+    def _add_full(self, bounded: BoundedLayouts) -> None:
+        """Add layouts that do not fit. What shards more of their state has a bound of at least their `passes`."""
+        some = np.flatnonzero(self.candidates.space.may_shard_more(bounded.layouts))
+        self._set_full([*self._full, bounded.take(some[np.argsort(bounded.passes[some], kind="stable")])])
+
+    def _set_full(self, parts: list[BoundedLayouts]) -> None:
+        self._full = [part for part in parts if len(part)]
+        self._full_seconds = min((float(part.passes[0]) for part in self._full), default=inf)
+
+    def _shard(self, limit: float) -> None:
+        """Open the layouts that shard more state than those that do not fit, up to a bound."""
+        pairs = [(part, int(np.searchsorted(part.passes, limit, side="right"))) for part in self._full]
+        self._set_full([part.take(slice(n, None)) if n else part for part, n in pairs])
+        self._add_opened(self._more_sharded(BoundedLayouts.joined([part.take(slice(n)) for part, n in pairs if n])))
 
     def shard_more(self, entry: BalancedLayout) -> None:
         """Add the layout that shards more of its state, if the balanced partition of this one does not fit.
 
         Where that fits, more sharding only adds communication.
         """
-        if entry.base is not None and entry.may_fit and not self.candidates.pricer.balanced_fits(entry.layout):
+        if entry.base is not None and entry.may_fit and not entry.even.fits:
             self._add_opened(self.candidates.more_sharded(Layouts.of([entry.layout]), np.array([entry.base])))
 
     def _more_sharded(self, bounded: BoundedLayouts) -> BoundedLayouts:
@@ -222,18 +243,18 @@ class Frontier:
         limit, lower_bounds = pricer.capacity, self.candidates.lower_bounds
         bounds, x = balanced_partition.balanced_bounds(pricer.balance_all, lower_bounds, batch), batch.layouts
         full = np.flatnonzero((bounds.nbytes > limit) & (x.vpp == 1) & (x.pp > 1))
-        seconds = one_stage_seconds(pricer.cost_table, lower_bounds, batch.take(full), limit)
+        seconds = one_stage_seconds(pricer.chain_costs, lower_bounds, batch.take(full), limit)
         bounds.seconds[full] = np.maximum(bounds.seconds[full], seconds)
         each = (bounds.nbytes <= limit, bounds.expected_seconds, bounds.least_nbytes <= limit, batch.base)
-        rows = zip(bounds.seconds.tolist(), *(column.tolist() for column in each), strict=True)
-        for i, (seconds, *row) in enumerate(rows):
+        chosen = np.flatnonzero((bounds.seconds < inf) & (each[0] | each[2]))
+        rows = zip(chosen.tolist(), bounds.seconds[chosen].tolist(), *(c[chosen].tolist() for c in each), strict=True)
+        for i, seconds, *row in rows:
             entry = BalancedLayout(pricer, batch.layouts, i, *row)
-            if seconds < inf and (entry.may_fit or entry.feasible):
-                self.push(seconds, entry)
+            self.push(seconds, entry)
             if entry.may_fit:
                 mesh = entry.device_mesh
                 self._expected[mesh] = min(entry.expected, self._expected.get(mesh, inf))
-        self._add_opened(self._more_sharded(batch.take(bounds.nbytes > limit)))
+        self._add_full(batch.take(bounds.nbytes > limit))
 
     def _postpone(self) -> None:
         """Set aside the opened layouts of closed meshes."""

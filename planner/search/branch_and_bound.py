@@ -64,8 +64,8 @@ class BranchAndBound:
             entry = top[1]
             if not isinstance(entry, BalancedLayout) or not entry.may_fit:
                 continue
-            if partition := candidates.pricer.even_if_it_fits(entry.layout):
-                self._simulate(candidates.pricer, partition)
+            if entry.even.fits:
+                self._simulate(candidates.pricer, candidates.pricer.refine(entry.even))
                 return
 
     def search(self, candidates: Candidates, meshes: int, count: int) -> list[Priced]:

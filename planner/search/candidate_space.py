@@ -206,10 +206,15 @@ class CandidateSpace:
 
         Only legal ones that the search tries, each with the index of the layout that it comes from.
         """
-        more = Shard.look_up(layouts.shard, {Shard.NONE: 0, Shard.OPTIMIZER: 2, Shard.GRADIENTS: 3, Shard.WEIGHTS: 0})
-        offered = [x for x in shard_choices(True, self.fixed) if FULLY_SHARDED[Shard(x)]]
-        which = np.flatnonzero(np.isin(more, offered) & self._may_shard_fully(layouts))
-        return self._settled(evolve(layouts.take(which), shard=more[which])), which
+        which = np.flatnonzero(self.may_shard_more(layouts))
+        which = which[self._may_shard_fully(layouts.take(which))]
+        more = layouts.take(which)
+        return self._settled(evolve(more, shard=more.shard + 1)), which
+
+    def may_shard_more(self, layouts: Layouts) -> Truth:
+        """Return where the search tries the next value of `shard`, if it is legal: gradients, or weights."""
+        offered = [x - 1 for x in shard_choices(True, self.fixed) if FULLY_SHARDED[Shard(x)]]
+        return np.isin(layouts.shard, offered)
 
     def _may_shard_fully(self, layouts: Layouts) -> Truth:
         """Return where the rules of `--shard weights` hold with default overlaps."""

@@ -263,7 +263,7 @@ def _fast_or_leanest(candidates: Candidates) -> Partition | None:
     bounded = candidates.variants(order[np.argsort(seconds[order], kind="stable")][:FASTEST_BASES])
     feasible = np.flatnonzero(bounded.nbytes <= candidates.pricer.capacity)
     for i in feasible[np.argsort(bounded.seconds[feasible], kind="stable")][:MAX_TRIED].tolist():
-        if found := candidates.pricer.refined(bounded.layouts[i]):
+        if found := candidates.pricer.refined(candidates.pricer.even(bounded.layouts[i])):
             return found.partition
     last = leanest(candidates)
     return last if last and last.fits else None

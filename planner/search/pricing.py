@@ -6,7 +6,6 @@ a layout with its partition within the memory limit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -18,9 +17,9 @@ from megaloom.planner.bounds.simulated_step import step_lower_bound
 from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.layouts import Layouts, alike
 from megaloom.planner.contract.workload import Runtime, Workload
-from megaloom.planner.cost.cost_cache import CostCache, node_cost_key
+from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS, CostCache, node_cost_key
 from megaloom.planner.cost.cost_table import (
     BareTable,
     CostTable,
@@ -31,11 +30,8 @@ from megaloom.planner.cost.profiles.frameworks import OWN, PROFILES
 from megaloom.planner.cost.profiles.groups import FrameworkProfile
 from megaloom.planner.cost.weight_units import gathered_fields
 from megaloom.planner.model.structure import ModelStructure, model_structure
-from megaloom.planner.partition.dynamic_program import (
-    ChainBatch,
-    SegmentSums,
-    balance_all,
-)
+from megaloom.planner.partition.chain_costs import ChainCosts
+from megaloom.planner.partition.dynamic_program import ChainBatch, Indices, balance_all
 from megaloom.planner.partition.memory_limit import HEADROOM, capacity
 from megaloom.planner.partition.partitioner import (
     Partition,
@@ -53,6 +49,9 @@ from .candidate_space import CandidateSpace
 from .variant_choices import FixedAxes
 
 RECOMPUTE_OF = attrgetter("recompute", "recompute_modules", "recompute_layers")
+# The balanced partition into a number of stages depends on these fields.
+BALANCE_FIELDS = (*NODE_COST_FIELDS, "recompute", "recompute_modules", "recompute_layers")
+BALANCE_OF = attrgetter(*BALANCE_FIELDS)
 
 
 @frozen(eq=False)
@@ -83,7 +82,7 @@ class Pricer:
     cost_cache: CostCache = field(init=False)
     _bare: dict[tuple[object, ...], BareTable] = field(factory=dict, init=False)
     _tables: dict[tuple[object, ...], CostTable] = field(factory=dict, init=False)
-    _balanced: dict[tuple[object, ...], StageBounds] = field(factory=dict, init=False)
+    _balanced: dict[tuple[object, ...], Indices] = field(factory=dict, init=False)  # cut points
 
     def __attrs_post_init__(self) -> None:
         self.structure = model_structure(self.graph)
@@ -128,37 +127,37 @@ class Pricer:
 
     def partition(self, layout: Layout) -> Partition:
         """Return the stages of a legal layout, within the memory limit if a partition fits."""
-        return self._refine(self._even(layout))
+        return self.refine(self.even(layout))
 
-    def even_if_it_fits(self, layout: Layout) -> Partition | None:
-        """Return the stages of a legal layout if its balanced partition fits the memory limit."""
-        even = self._even(layout)
-        return self._refine(even) if even.fits else None
+    def even(self, layout: Layout) -> Partition:
+        """Return the balanced partition of a legal layout, whatever memory it takes."""
+        problem = PartitionProblem(layout, self.cost_table(layout), self.capacity)
+        return Partition(problem, self._balance(problem))
 
-    def balanced_fits(self, layout: Layout) -> bool:
-        """Return whether the balanced partition of a legal layout fits the memory limit."""
-        return self._even(layout).fits
+    def refine(self, even: Partition) -> Partition:
+        """Return the planner's partition of a layout, given the balanced one."""
+        return partition(even.problem, self._balance, even)
 
-    def refined(self, layout: Layout, *, full: bool = False) -> PartitionedLayout | None:
+    def refined(self, even: Partition, *, full: bool = False) -> PartitionedLayout | None:
         """Return a legal layout with its partition and a lower bound of its step; None if none fits the memory limit.
 
-        full: the balanced partition hardly fits, so it is cheaper to ask first whether any partition may. Where nodes
-        share weights, the planner's partition may fit though none seems to.
+        even: its balanced partition. full: that hardly fits, so it is cheaper to ask first whether any partition may.
+        Where nodes share weights, the planner's partition may fit though none seems to.
         """
-        even = self._even(layout)
         known = self.structure.shared_weights or (not full and even.fits)
         if not known and not even.problem.feasible(even.bounds):
             return None
-        partition = self._refine(even)
-        return PartitionedLayout(partition, step_lower_bound(partition)) if partition.fits else None
+        found = self.refine(even)
+        return PartitionedLayout(found, step_lower_bound(found)) if found.fits else None
 
-    def fewer_overlaps(self, layout: Layout) -> list[Layout]:
+    def fewer_overlaps(self, even: Partition) -> list[Layout]:
         """Return the legal layouts with one overlap less, or with none, if the balanced partition may fit only then.
 
         Where it fits, an overlap costs memory but no time.
         """
+        layout = even.layout
         inner = [o for o in layout.overlaps if o in self.inner]
-        if not inner or (even := self._even(layout)).fits:
+        if not inner or even.fits:
             return []
         leaner = [x for overlap in inner if (x := self._without([overlap], layout, even.deficit))]
         without_any = self._without(inner, layout, even.deficit) if len(inner) > 1 and not leaner else None
@@ -176,41 +175,37 @@ class Pricer:
         """Return the memory limit: the bytes of a device that a plan may use."""
         return capacity(self.cluster, self.headroom)
 
-    def _even(self, layout: Layout) -> Partition:
-        problem = PartitionProblem(layout, self.cost_table(layout), self.capacity)
-        return Partition(problem, self._balance(problem))
-
-    def _refine(self, even: Partition) -> Partition:
-        return partition(even.problem, self._balance, even)
-
     def _balance(self, problem: PartitionProblem) -> StageBounds:
         """Return the balanced partition, which layouts with one cost table share."""
-        key = _balance_key(problem.layout, problem.whole_blocks)
+        x, cuts = problem.layout, problem.cut_points
+        key = (*BALANCE_OF(x), x.pp * x.vpp, problem.whole_blocks)
         if key not in self._balanced:
-            self._balanced[key] = problem.balanced
-        return self._balanced[key]
+            self._balanced[key] = cuts.searchsorted(problem.balanced)
+        return tuple(cuts[self._balanced[key]].tolist())
 
-    def balance_all(self, layouts: Sequence[Layout]) -> list[tuple[CostTable, StageBounds]]:
-        """Return the cost tables and balanced partitions of these layouts; new partitions are solved together."""
-        cuts, new = self.structure.cut_points, dict[tuple[int, bool], dict[tuple[object, ...], SegmentSums]]()
-        each = [(x, _balance_key(x), self.cost_table(x)) for x in layouts]
-        for x, key, table in each:
-            if key not in self._balanced:
-                sums = PartitionProblem(x, table, self.capacity).seconds
-                new.setdefault((x.pp * x.vpp, sums.extra is None), {})[key] = sums
-        for (count, _), chains in new.items():
-            partitions = balance_all(ChainBatch.of(tuple(chains.values())), count)
-            for key, stages in zip(chains, partitions, strict=True):
-                self._balanced[key] = tuple(cuts[stages].tolist())
-        return [(table, self._balanced[key]) for _, key, table in each]
+    def chain_costs(self, x: Layouts) -> ChainCosts:
+        """Return the costs of the stages of these layouts."""
+        columns = (getattr(x, name) for name in (*NODE_COST_FIELDS, "recompute", "recompute_modules"))
+        first, which = alike(*columns, x.recompute_layers > 0, *gathered_fields(x))
+        tables = [self.cost_table(layout) for layout in x.each(first)]
+        return ChainCosts(tables, which, x.recompute_layers * x.full_recompute)
+
+    def balance_all(self, x: Layouts) -> tuple[ChainCosts, list[Indices]]:
+        """Return the costs of layouts and their balanced partitions, as cut points; new ones are solved together."""
+        costs, stages = self.chain_costs(x), x.pp * x.vpp
+        columns = *(getattr(x, name) for name in BALANCE_FIELDS), stages, 0 * stages
+        keys = [*zip(*(column.tolist() for column in columns), strict=True)]
+        new = np.array([key not in self._balanced for key in keys])
+        for count in np.flatnonzero(np.bincount(stages[new])).tolist():
+            for partly in (False, True):
+                chosen = np.flatnonzero(new & (stages == count) & ((costs.blocks > 0) == partly)).tolist()
+                if chosen:
+                    partitions = balance_all(ChainBatch.of([costs.seconds[i] for i in chosen]), count)
+                    self._balanced |= {keys[i]: bounds for i, bounds in zip(chosen, partitions, strict=True)}
+        return costs, [self._balanced[key] for key in keys]
 
     def bound(self, layout: Layout) -> tuple[float, float]:
         """Return lower bounds of the step seconds and of the peak bytes of a layout, for every partition."""
         one = Layouts.of([layout])
         bounded = LowerBounds(one, self.cost_cache).bound(one, np.zeros(1, dtype=np.int64))
         return float(bounded.seconds[0]), float(bounded.nbytes[0])
-
-
-def _balance_key(x: Layout, whole_blocks: bool = False) -> tuple[object, ...]:
-    """Return everything that the balanced partition of a layout depends on."""
-    return (*node_cost_key(x), *RECOMPUTE_OF(x), x.pp * x.vpp, whole_blocks)

@@ -203,8 +203,7 @@ def end_of_rank(placed: Partition, rank: int) -> EndOfStep:
             nbytes = problem.job.profile.optimizer.main_gradient_nbytes(x.grad_reduce) * table.shared_elements[i]
             part = nbytes, ProcessGroup(len(ranks), stride)
             tied += communication.collective_seconds("all_reduce", problem.job.cluster, part)
-    mine = placed.stages[rank :: x.pp]
-    params, experts = sum(s.params for s in mine), sum(s.expert_params for s in mine)
+    params, experts = placed.rank_elements[rank].tolist()
     return end_of_step(params, experts, tied, x, problem.job, window)
 
 

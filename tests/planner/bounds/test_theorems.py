@@ -27,7 +27,7 @@ from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.bounds.one_stage import one_stage_seconds
 from megaloom.planner.bounds.rank_memory import in_flight_means, least_rank_memory
 from megaloom.planner.bounds.simulated_step import step_lower_bound
-from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.choices import Recompute, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
@@ -169,7 +169,11 @@ def _end_of_step(c: Case) -> bool:
 
 def _bound(c: Case) -> bool:
     result = c.bounds.bound(c.one, c.base)
-    return result.seconds[0] <= c.priced.seconds * ABOVE and result.nbytes[0] <= c.peak * (1 + 1e-6)
+    # What shards more state takes no less than the seconds of passes.
+    others = [evolve(c.layout, shard=shard) for shard in list(Shard)[c.layout.shard :]]
+    sharded = c.bounds.bound(Layouts.of(others), np.zeros(len(others), dtype=np.int64)).seconds
+    least = result.passes[0] <= sharded.min() * ABOVE
+    return least and result.seconds[0] <= c.priced.seconds * ABOVE and result.nbytes[0] <= c.peak * (1 + 1e-6)
 
 
 def _ideal(c: Case) -> bool:
@@ -196,7 +200,7 @@ def _one_stage(c: Case) -> bool:
     for share in (1.0, 0.95, 0.9, 0.8, 0.6):
         problem = evolve(c.priced.partition.problem, memory_limit=int(share * c.peak))
         within = partition(problem)
-        least = one_stage_seconds(c.pricer.cost_table, c.bounds, bounded, problem.memory_limit)[0]
+        least = one_stage_seconds(c.pricer.chain_costs, c.bounds, bounded, problem.memory_limit)[0]
         if within.fits and least > simulate(within).seconds * ABOVE:
             return False
     return True
@@ -258,7 +262,8 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "capped_activations": _capped_activations,
     "step_lower_bound": lambda c: step_lower_bound(c.priced.partition) <= c.priced.seconds * ABOVE,
 }
-NO_BOUNDS = {"price_base_layouts", "too_many_partitions", "in_flight_means", "ends_later"}  # what others are made of
+# What bounds are made of.
+NO_BOUNDS = {"price_base_layouts", "too_many_partitions", "in_flight_means", "ends_later", "known_of"}
 STRUCTURE = {f"LowerBounds.{name}" for name in ("extend", "module_sets", "worth_recomputing")}
 
 

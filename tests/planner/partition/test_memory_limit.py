@@ -200,7 +200,7 @@ def test_what_shifts_level_takes_less_when_replayed() -> None:
         layout = Layout(pp=pp, vpp=vpp, dp=8, ep=1 if written is llama3_70b else 8)
         work = Workload(seq=4096, batch=8 * 8 * pp)
         pricer = Pricer(graph(written()), cluster(f"{layout.world}xH100"), work, headroom=-20)  # all fits
-        even = pricer._even(layout)
+        even = pricer.even(layout)
         level = Partition(even.problem, levelled(even.problem, even.bounds))
         assert max(level.seconds) <= max(even.seconds) * (1 + 1e-9)
         ratios.append(replayed(level) / replayed(even))
@@ -214,6 +214,6 @@ def test_stages_are_of_whole_layers_where_that_is_as_quick() -> None:
     begins = {i for i, n in enumerate(g.nodes) if n.block is not None and n.block != g.nodes[i - 1].block}
     pricer = Pricer(g, cluster("8xH100"), Workload(seq=4096, batch=64))
     for layout in (Layout(pp=2, tp=4, sequence_parallel=True), Layout(pp=4, tp=2), Layout(pp=4, tp=2, vpp=2)):
-        even, placed = pricer._even(layout), pricer.partition(layout)
+        even, placed = pricer.even(layout), pricer.partition(layout)
         whole, blocks = {*placed.bounds[1:-1]} <= begins, evolve(even.problem, whole_blocks=True)
         assert whole or max(placed.seconds) < max(Partition(blocks, blocks.balanced).seconds) / 1.001

@@ -114,7 +114,7 @@ def legal(candidates: Candidates) -> list[Layout]:
     assert len(result) == candidates.count == len({result[i] for i in range(len(result))})
     tried = [result[i] for i in range(len(result)) if worth[i]]
     most = [x for x in tried if not x.fsdp or not fits_with_less_sharded(candidates.pricer, x)]
-    return [y for x in most for y in (x, *candidates.pricer.fewer_overlaps(x))]
+    return [y for x in most for y in (x, *candidates.pricer.fewer_overlaps(candidates.pricer.even(x)))]
 
 
 def fits_with_less_sharded(pricer: Pricer, x: Layout) -> bool:
@@ -122,7 +122,7 @@ def fits_with_less_sharded(pricer: Pricer, x: Layout) -> bool:
 
     The search does not try the layout then.
     """
-    return pricer.balanced_fits(evolve(x, shard=Shard(x.shard - 1)))
+    return pricer.even(evolve(x, shard=Shard(x.shard - 1))).fits
 
 
 @settings(max_examples=INSTANCES)
@@ -244,4 +244,4 @@ def test_no_bound_rules_out_what_fits(case: tuple[Graph, Layout, Workload, float
     assert nbytes <= max(roomy.partition.peaks) * (1 + 1e-6)
     if priced.partition.fits:
         assert nbytes <= tight.capacity
-        assert tight.refined(x) is not None
+        assert tight.refined(tight.even(x)) is not None

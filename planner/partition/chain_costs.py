@@ -1,0 +1,108 @@
+"""Costs of the stages of many layouts at once, as arrays.
+
+`ChainCosts` has what bounds read of every stage between two cut points. A chain is a layout's sequence of segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from attrs import frozen
+
+from megaloom.planner.contract.layouts import Column, Rows
+from megaloom.planner.cost.columns import ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.cost_table import CostTable
+from megaloom.planner.model.structure import ModelStructure
+
+from .dynamic_program import Indices, SegmentSums
+
+# Sums of columns of a cost table: seconds, seconds of forward passes, saved bytes, elements.
+SECONDS, FORWARD, SAVED, *STATE = range(3 + len(ELEMENTS))
+SUMMED = (STEP_COLUMNS, FORWARD_COLUMNS, [CostColumn.SAVED], *([column] for column in ELEMENTS))
+
+
+@frozen(eq=False, slots=False)
+class ChainCosts:
+    """Costs of chains of segments: one micro-batch on one device, by SECONDS, FORWARD, SAVED and STATE.
+
+    Chains that differ only in the number of recomputed blocks share a table.
+    """
+
+    tables: Sequence[CostTable]
+    table: Column  # [chains] number of the table
+    blocks: Column  # [chains] number of first blocks of each stage that are recomputed
+
+    @property
+    def structure(self) -> ModelStructure:
+        """Return the structure of the model."""
+        return self.tables[0].structure
+
+    @cached_property
+    def before(self) -> Rows:
+        """Return the sums of all segments before each cut point: [sums, tables, cut points]."""
+        rows = np.array([table.rows for table in self.tables])[:, self.structure.kind_of_node]
+        out = np.zeros((len(SUMMED), len(rows), rows.shape[1] + 1))
+        np.cumsum(np.array([_added(rows, columns) for columns in SUMMED]), axis=2, out=out[..., 1:])
+        return np.ascontiguousarray(out[..., self.structure.cut_points])
+
+    @cached_property
+    def recompute_before(self) -> Rows:
+        """Return what recompute of all blocks adds before each node, where stages recompute their first blocks only.
+
+        Shape: [sums, tables, nodes + 1]; zeros for other tables.
+        """
+        nodes = self.structure.kind_of_node
+        out = np.zeros((len(SUMMED), len(self.tables), len(nodes) + 1))
+        partly = [i for i, table in enumerate(self.tables) if table.recompute_rows is not None]
+        if partly:
+            rows = np.array([self.tables[i].recompute_rows for i in partly])[:, nodes]
+            sums = np.cumsum(rows, axis=1)
+            out[:, partly, 1:] = [_added(sums, columns) for columns in SUMMED]
+        return out
+
+    @cached_property
+    def transient(self) -> Rows:
+        """Return the bytes of p2p sends, workspace and libraries of each chain: [3, chains]."""
+        each = [(t.least_boundary, t.workspace, t.library) for t in self.tables]
+        return np.array(each, dtype=float).T[:, self.table]
+
+    @cached_property
+    def recompute_ends(self) -> dict[int, Indices]:
+        """Return the node at which recompute of a stage from each cut point ends, by number of blocks: [cut points]."""
+        cuts, counts = self.structure.cut_points, {*self.blocks.tolist()}
+        return {count: self.structure.recompute_end(count)[cuts] if count else cuts for count in counts}
+
+    def ends_of(self, which: Column) -> Indices:
+        """Return `recompute_ends` of these chains: [chains, cut points]."""
+        return np.array([self.recompute_ends[count] for count in self.blocks[which].tolist()])
+
+    def stages(self, which: Column, start: Indices, end: Indices) -> Rows:
+        """Return the costs of stages of these chains between cut points: [chains, stages] each -> [sums, ...]."""
+        table, cuts = self.table[which][:, None], self.structure.cut_points
+        out: Rows = self.before[:, table, end] - self.before[:, table, start]
+        if self.blocks[which].any():
+            ends = np.take_along_axis(self.ends_of(which), start, axis=1)
+            recomputed = self.recompute_before[:, table, np.minimum(cuts[end], ends)]
+            out += recomputed - self.recompute_before[:, table, cuts[start]]
+        return out
+
+    @cached_property
+    def seconds(self) -> list[SegmentSums]:
+        """Return the seconds of all stages of each chain, equal to `PartitionProblem.seconds`."""
+        cuts, ends, out = self.structure.cut_points, self.recompute_ends, list[SegmentSums]()
+        last = {count: cuts.searchsorted(end, side="right") - 1 for count, end in ends.items()}
+        for table, blocks in zip(self.table.tolist(), self.blocks.tolist(), strict=True):
+            sums, extra = self.before[SECONDS, table], self.recompute_before[SECONDS, table]
+            partly = (extra[cuts], extra[ends[blocks]], last[blocks]) if blocks else ()
+            out.append(SegmentSums(sums, *partly))
+        return out
+
+
+def _added(rows: Rows, columns: Sequence[int]) -> Rows:
+    """Return the sum of some columns, [..., columns] -> [...], added in their order as `segment_sums` adds them."""
+    out: Rows = rows[..., columns[0]].copy()
+    for column in columns[1:]:
+        out += rows[..., column]
+    return out
