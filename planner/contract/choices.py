@@ -35,16 +35,19 @@ class Choice(IntEnum):
         return cls.__members__.get(value.upper().replace("-", "_")) if isinstance(value, str) else None
 
     @classmethod
-    def look_up(cls: type[C], choice: N, table: Mapping[C, N | int]) -> N:
+    def look_up(cls: type[C], choice: N, table: Mapping[C, int]) -> N:
         """Return the number that a table has for a choice, or for each of a column. Raise KeyError if it lacks any."""
         if isinstance(choice, cls):
             if choice not in table:
                 raise KeyError(f"a table by {cls.__name__} has no {choice}")
             return table[choice]
-        if missing := [str(known) for known in cls if known not in table]:
-            raise KeyError(f"a table by {cls.__name__} has no {', '.join(missing)}")
-        number: N = sum(number * (choice == known) for known, number in table.items())
-        return number
+        if len(table) < len(cls):
+            missing = ", ".join(str(known) for known in cls if known not in table)
+            raise KeyError(f"a table by {cls.__name__} has no {missing}")
+        import numpy as np  # only a search has columns
+
+        numbers: N = np.array([table[known] for known in cls])[choice - min(cls)]
+        return numbers
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", "-")

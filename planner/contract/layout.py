@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # Whether optimizer state alone is sharded, and whether gradients or weights are.
 DISTRIBUTED = {Shard.NONE: 0, Shard.OPTIMIZER: 1, Shard.GRADIENTS: 0, Shard.WEIGHTS: 0}
+SHARED = {Shard.NONE: 0, Shard.OPTIMIZER: 1, Shard.GRADIENTS: 1, Shard.WEIGHTS: 1}
 FULLY_SHARDED = {Shard.NONE: 0, Shard.OPTIMIZER: 0, Shard.GRADIENTS: 1, Shard.WEIGHTS: 1}
 VOCAB_MULTIPLE = 128  # as Megatron-LM's --make-vocab-size-divisible-by: matrix products over an odd size are slow
 MOST = 2**20  # of any degree or count: more than any published run had, and few enough to simulate
@@ -51,12 +52,13 @@ def _field(
     convert: Callable[[Any], int] | Converter[Any, int] | None = None,
 ) -> Any:
     """Return one row of the table. Numbers are not converted, for speed; neither are columns of numbers."""
+    known: dict[int, Any] = {}  # values of the numbers that a search converts often
+    make: Any = convert or kind
 
     def converted(value: Any) -> Any:
-        if hasattr(value, "dtype") or (convert is None and isinstance(value, kind)):
-            return value
-        make: Any = convert or kind
-        return make(value)
+        if type(value) is int:
+            return known[value] if value in known else known.setdefault(value, make(value))
+        return value if hasattr(value, "dtype") or (convert is None and isinstance(value, kind)) else make(value)
 
     converter: Any = convert if isinstance(convert, Converter) else converted
     return field(
@@ -258,8 +260,8 @@ class LayoutFields(Generic[N]):
 
 def _sharers(shard: N, copies: N) -> N:
     """Return how many of the devices that have copies of a weight share its optimizer state."""
-    shared = {Shard.OPTIMIZER: copies, Shard.GRADIENTS: copies, Shard.WEIGHTS: copies}
-    return Shard.look_up(shard, {Shard.NONE: 1, **shared})
+    shared: N = Shard.look_up(shard, SHARED)
+    return 1 + (copies - 1) * shared
 
 
 AXES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
