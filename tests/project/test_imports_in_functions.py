@@ -24,6 +24,7 @@ REASONS = {
     "planner/cli/second_opinion.py": COMMAND,
     "planner/cli/settings.py": COMMAND,
     "planner/cli/versions.py": "start-up time: importlib.metadata takes 30 ms",
+    "planner/contract/choices.py": "start-up time: numpy, only for columns of layouts",
     "planner/contract/layout.py": "start-up time: `plan --help` lists the layout fields without loading dsl",
     "planner/contract/plan_json.py": "start-up time: cattrs, only for reading a plan",
     "planner/contract/state_placement.py": "start-up time: numpy, only for columns of layouts",
