@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -20,12 +19,6 @@ os.environ.setdefault("MEGALOOM_MACHINE", "4xCPU")  # no test measures this mach
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background jobs ignore it, and pass that on
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are the same everywhere: processes over gloo
-
-# Batch scheduling, for all processes of the tests. A thread of gloo polls while another one has its lock. By default a
-# message often wakes the first thread on the core of the second: half the processor time of ranks was polling.
-if hasattr(os, "SCHED_BATCH"):  # Linux
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 gc.set_threshold(100_000, 50, 50)  # frequent collections took a sixth of all processor time
 
