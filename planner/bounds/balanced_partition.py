@@ -187,9 +187,9 @@ def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows,
     """Return about the bytes of the rank with the most memory, at each rank's first backward pass."""
     x, cache = bounded.layouts, lower_bounds.cache
     pp, vpp = int(x.pp[0]), int(x.vpp[0])
-    params, experts, fixed = (sums[i].reshape(-1, vpp, pp).sum(axis=1).ravel() for i in STATE)
+    params, experts, fixed, copies = (sums[i].reshape(-1, vpp, pp).sum(axis=1).ravel() for i in STATE)
     ranks = x.take(np.repeat(np.arange(len(bounded)), pp))
-    state = memory.rank_state(params, experts, ranks, cache.job, fixed)
+    state = memory.rank_state(params, experts, ranks, cache.job, fixed, copies)
     in_flight = schedules.first_in_flight(pp, vpp, x.microbatches(cache.workload.batch), x.microbatch_group)
     saved = sums[SAVED] + transient[0, :, None] * (np.arange(pp * vpp) > 0)
     activations = (in_flight * saved.reshape(-1, vpp, pp)).sum(axis=1)

@@ -16,7 +16,7 @@ from megaloom.dsl.facts.primitives import output_elements
 from megaloom.planner.contract.choices import Shard
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost import communication, memory
-from megaloom.planner.cost.columns import ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.columns import FORWARD_COLUMNS, STATE_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS, CostCache
 from megaloom.planner.cost.recompute import ModuleRecompute
 
@@ -93,7 +93,7 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
     freed = np.where(in_block, saved - full_saved, 0.0)
     modules = ModuleRecompute.of(structure, parts, saved @ kinds)
     workspace = transient.max(axis=1) + cache.job.library_nbytes
-    params, experts, fixed = (column[distinct] for column in _parameters(rows, priced, cache))
+    elements = _parameters(rows, priced, cache)[:, distinct]
     by_recompute = [(_extreme(t @ blocks.T, np.max), t @ outside) for t in (saved, full_saved)]
     return BaseCosts(
         seconds=np.array([t @ kinds for t in (plain, plain + repeated, plain)]).T[distinct],
@@ -101,7 +101,7 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
         workspace_nbytes=np.array([workspace, workspace + saved @ structure.largest_block, workspace]).T[distinct],
         modules=modules,
         distinct=distinct,
-        state_nbytes=_state(base, params, experts, fixed, cache),
+        state_nbytes=_state(base, elements, cache),
         runtime_nbytes=_runtime(base, cache),
         block_seconds=_extreme(plain @ blocks.T, np.min)[distinct],
         recompute_seconds=_extreme(repeated @ blocks.T, np.min)[distinct],
@@ -109,16 +109,19 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
         forward_seconds=(forward @ kinds)[distinct],
         segment_seconds=np.array([_extreme(t @ segments.T, np.max) for t in (plain, plain + repeated)]).T[distinct],
         block_saved_nbytes=np.array(by_recompute).transpose(2, 0, 1)[distinct],
-        params=params,
-        expert_params=experts,
+        params=elements[0],
+        expert_params=elements[1],
         send_seconds=_send_seconds(base, cache),
         blocks=structure.recomputable_blocks,
     )
 
 
 def _parameters(rows: Rows, priced: Layouts, cache: CostCache) -> Column:
-    """Return the elements of the whole model on one device, each weight once: [dense, of experts, frozen; layouts]."""
-    structure, whole = cache.structure, rows[:, :, ELEMENTS].transpose(2, 0, 1) @ cache.structure.kind_counts
+    """Return the elements of the whole model on one device, each weight once, and the bytes of narrow copies.
+
+    Shape: [dense, of experts, frozen, copies; layouts].
+    """
+    structure, whole = cache.structure, rows[:, :, STATE_COLUMNS].transpose(2, 0, 1) @ cache.structure.kind_counts
     if structure.shared_weights:
         first, which = alike(priced.tp, priced.cp, priced.sequence_parallel)
         for i, (slot, nodes) in enumerate(structure.shared_weights):
@@ -127,12 +130,15 @@ def _parameters(rows: Rows, priced: Layouts, cache: CostCache) -> Column:
     return np.asarray(whole.astype(np.int64))
 
 
-def _state(base: Layouts, params: Column, experts: Column, fixed: Column, cache: CostCache) -> Rows:
-    """Return the bytes of weights, gradients and optimizer state, for each value of `shard`: [layouts, values]."""
-    out = []
+def _state(base: Layouts, elements: Column, cache: CostCache) -> Rows:
+    """Return the bytes of weights, gradients and optimizer state, for each value of `shard`: [layouts, values].
+
+    elements: of `_parameters`.
+    """
+    out, (params, experts, fixed, copies) = [], elements
     for shard in Shard:
         layouts = evolve(base, shard=np.full(len(base), int(shard)))
-        out.append(memory.rank_state(params, experts, layouts, cache.job, fixed).total)
+        out.append(memory.rank_state(params, experts, layouts, cache.job, fixed, copies).total)
     return np.array(out, dtype=float).T
 
 

@@ -110,7 +110,7 @@ def _all_placed(
 
 def _segments(costs: ChainCosts, x: Layouts, job: Job) -> Segments:
     table, cuts, reserve = costs.table, costs.structure.cut_points, memory.ALLOCATED
-    of_one = [memory.rank_state(a, b, x, job, c) for a, b, c in STATE_SAMPLE * np.eye(3, dtype=np.int64)]
+    of_one = [memory.rank_state(a, b, x, job, c, d) for a, b, c, d in STATE_SAMPLE * np.eye(4, dtype=np.int64)]
     state = sum(s.total[:, None] / STATE_SAMPLE * costs.before[i, table] for s, i in zip(of_one, STATE, strict=True))
     freed, ends = reserve * costs.recompute_before[SAVED, table], costs.ends_of(np.arange(len(x)))
     return Segments(

@@ -22,6 +22,7 @@ class CostColumn(IntEnum):
     EXPERT_PARAMS = 11
     FROZEN_PARAMS = 12  # elements of weights that are not trained
     FUSED_PARAMS = 13  # elements of trained weights whose gradients products add to main gradients
+    NARROW_COPIES = 14  # bytes of the copies of weights in 8 bits that products read
 
 
 FORWARD_COLUMNS = [CostColumn.FORWARD, CostColumn.TP_FORWARD, CostColumn.CP_FORWARD, CostColumn.EP_FORWARD]
@@ -38,5 +39,5 @@ AXIS_COLUMNS = {
     "ep": (CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD),
     "etp": (CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD),
 }
-# Elements of trained dense weights, of trained weights of experts, and of frozen weights.
-ELEMENTS = [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.FROZEN_PARAMS]
+# Elements of trained dense weights, of trained weights of experts, and of frozen weights; bytes of narrow copies.
+STATE_COLUMNS = [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.FROZEN_PARAMS, CostColumn.NARROW_COPIES]

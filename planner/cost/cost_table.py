@@ -212,6 +212,7 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layo
             by_part[job.structure.recompute_parts.index(modules), MODULE_COLUMNS.index(column)] += amount
     row[CostColumn.PARAMS], row[CostColumn.EXPERT_PARAMS] = facts.params, facts.expert_params
     row[CostColumn.FROZEN_PARAMS] = facts.frozen_params
+    row[CostColumn.NARROW_COPIES] = memory.narrow_copies(job, kind, layout)
     if kind.has_loss:
         row += cross_entropy_costs(job, kind, layout, seq)
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, Protocol, Self, TypeVar, get_args, overload
 
 import numpy as np
-from attrs import astuple, frozen
+from attrs import astuple, evolve, frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.dims import NBYTES, DType, Sizes
@@ -17,7 +17,7 @@ from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import CORE, NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.saved import AttentionTensor, Saved
-from megaloom.dsl.node import primitives
+from megaloom.dsl.node import Node, primitives
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.work_kinds import WorkKind
@@ -101,6 +101,7 @@ class StageMemory:
     params: int  # elements of trained dense weights
     expert_params: int  # elements of trained expert weights
     frozen_params: int  # elements of weights that are not trained
+    narrow_copies: int  # bytes of copies of weights in 8 bits
     saved: int  # bytes of saved activations of one micro-batch
     workspace: int  # transient bytes of a backward pass
     library: int  # bytes of libraries and receive buffers, for the whole run
@@ -155,15 +156,15 @@ def rank_peaks(
 ) -> RankPeaks:
     """Return the peak memory of each pipeline rank over these moments and the optimizer's step.
 
-    sizes: params, expert_params, frozen_params, saved, library and ending of `StageMemory`, [stages, 6]. workspace,
-    loss: transient bytes of a backward pass and of the loss. copy_groups: as in `Partition`, [ranks]. Gradient
-    reduction and weight gather need no more than their buffers, which are part of the state. The end of the last
-    backward pass counts as part of the optimizer's step. Of moments with equal bytes the first one counts, that step
-    before all.
+    sizes: params, expert_params, frozen_params, narrow_copies, saved, library and ending of `StageMemory`, [stages, 7].
+    workspace, loss: transient bytes of a backward pass and of the loss. copy_groups: as in `Partition`, [ranks].
+    Gradient reduction and weight gather need no more than their buffers, which are part of the state. The end of the
+    last backward pass counts as part of the optimizer's step. Of moments with equal bytes the first one counts, that
+    step before all.
     """
-    chunks = sizes.T.reshape(6, layout.vpp, layout.pp)
-    (params, experts, fixed), (saved, library, ending) = chunks[:3].sum(axis=1), chunks[3:]
-    state = rank_state(params, experts, layout, job, fixed)
+    chunks = sizes.T.reshape(7, layout.vpp, layout.pp)
+    (params, experts, fixed, copies), (saved, library, ending) = chunks[:4].sum(axis=1), chunks[4:]
+    state = rank_state(params, experts, layout, job, fixed, copies)
     ranks, count = moments.loss.shape
     activations, passing, logits = np.zeros((3, ranks, count + 1))  # the last moment is the optimizer's step
     activations[:, :-1] = (moments.in_flight @ saved.T[..., None])[..., 0]
@@ -211,15 +212,21 @@ class StateBytes(Generic[Elements]):
 
 
 def rank_state(
-    params: Elements, expert_params: Elements, layout: Layout | Layouts, job: Job, frozen_params: Elements | int = 0
+    params: Elements,
+    expert_params: Elements,
+    layout: Layout | Layouts,
+    job: Job,
+    frozen_params: Elements | int = 0,
+    narrow_copies: Elements | int = 0,
 ) -> StateBytes[Elements]:
-    """Return the state of these elements of a rank of a job: see `state_bytes`."""
+    """Return the state of these elements of a rank of a job, see `state_bytes`, with these bytes of narrow copies."""
     workload, one = job.workload, layout.microbatches(job.workload.batch) == 1
-    return state_bytes(
+    state = state_bytes(
         *(params, expert_params, layout, workload.precision, job.profile),
         frozen_params=frozen_params,
         one_microbatch=one,
     )
+    return evolve(state, weights=state.weights + narrow_copies)
 
 
 def state_bytes(
@@ -318,15 +325,30 @@ def tensor_bytes(s: Saved, precision: Precision, cast: bool = False) -> int:
     return s.elements * NBYTES.get(s.dtype, precision.nbytes)
 
 
+def narrow_copies(job: Job, kind: NodeKind, layout: Layout) -> int:
+    """Return the bytes on one device of the copies in 8 bits of the weights that a node's products read.
+
+    One of rows, and one of columns where products cannot read the former transposed: before Blackwell.
+    """
+    if not (job.profile.narrow.keeps_weight_copies and job.workload.precision is Precision.FP8):
+        return 0
+    copies = 1 if Precision.MXFP8 in job.cluster.device.flops else 2
+    return copies * _product_weights(kind.node, layout, job) * kind.in_recomputed_block
+
+
 def product_weight_elements(job: Job, layout: Layout) -> int:
     """Return the elements on one device of the weights that products read. Equal nodes count once."""
-    elements, sizes = 0, Sizes(batch=layout.micro_batch, seq=job.workload.seq)
-    for node in {id(program(kind.node)): kind.node for kind in job.structure.kinds if not kind.has_loss}.values():
-        p = program(node)
-        read = {id(x.source) for step in p.steps if isinstance(step.value.op, Dot) for x in step.value.args}
-        weights = (v for v, *_ in primitives(p.value) if isinstance(v.op, Weight))
-        for v, slot in zip(weights, node.weights, strict=True):
-            if id(v.source) in read:
-                dims, table = slot.value.shape.dims, p.table.at(layout.split)
-                elements += table.local(sizes, layout.split, table.axes(slot.outer, dims))(dims)
+    distinct = {id(program(kind.node)): kind.node for kind in job.structure.kinds if not kind.has_loss}
+    return sum(_product_weights(node, layout, job) for node in distinct.values())
+
+
+def _product_weights(node: Node, layout: Layout, job: Job) -> int:
+    """Return the elements on one device of the weights that a node's products read."""
+    elements, sizes, p = 0, Sizes(batch=layout.micro_batch, seq=job.workload.seq), program(node)
+    read = {id(x.source) for step in p.steps if isinstance(step.value.op, Dot) for x in step.value.args}
+    weights = (v for v, *_ in primitives(p.value) if isinstance(v.op, Weight))
+    for v, slot in zip(weights, node.weights, strict=True):
+        if id(v.source) in read:
+            dims, table = slot.value.shape.dims, p.table.at(layout.split)
+            elements += table.local(sizes, layout.split, table.axes(slot.outer, dims))(dims)
     return elements

@@ -12,15 +12,15 @@ import numpy as np
 from attrs import frozen
 
 from megaloom.planner.contract.layouts import Column, Rows
-from megaloom.planner.cost.columns import ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.columns import FORWARD_COLUMNS, STATE_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.model.structure import ModelStructure
 
 from .dynamic_program import Indices, SegmentSums
 
 # Sums of columns of a cost table: seconds, seconds of forward passes, saved bytes, elements.
-SECONDS, FORWARD, SAVED, *STATE = range(3 + len(ELEMENTS))
-SUMMED = (STEP_COLUMNS, FORWARD_COLUMNS, [CostColumn.SAVED], *([column] for column in ELEMENTS))
+SECONDS, FORWARD, SAVED, *STATE = range(3 + len(STATE_COLUMNS))
+SUMMED = (STEP_COLUMNS, FORWARD_COLUMNS, [CostColumn.SAVED], *([column] for column in STATE_COLUMNS))
 
 
 @frozen(eq=False, slots=False)

@@ -43,6 +43,7 @@ class StageSizes:
     params: SegmentSums  # elements of trained dense weights
     expert_params: SegmentSums  # elements of trained expert weights
     frozen_params: SegmentSums  # elements of weights that are not trained
+    narrow_copies: SegmentSums  # bytes of copies of weights in 8 bits
     saved: SegmentSums  # bytes of saved activations of one micro-batch
     in_flight: Rows  # [ranks, moments, chunks] micro-batches in flight
     transient: Rows  # [ranks, moments] bytes
@@ -221,6 +222,7 @@ def memory_limit(sizes: StageSizes, layout: Layout, job: Job, limit: float) -> M
     state = memory.rank_state(params, experts, layout, job, frozen)
     dense, expert, fixed = (state.total / n).tolist()
     state_sums = dense * sizes.params + expert * sizes.expert_params + fixed * sizes.frozen_params
+    state_sums = state_sums + sizes.narrow_copies
     dense, expert, _ = (state.step / n).tolist()
     step_sums = dense * sizes.params + expert * sizes.expert_params
     copied = {nodes for slot, nodes in job.structure.shared_weights if slot.trained} if layout.pp > 2 else ()

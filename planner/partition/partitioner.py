@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.cost import communication, memory
-from megaloom.planner.cost.columns import BACKWARD_COLUMNS, ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, STATE_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.memory import StageMemory
@@ -107,12 +107,12 @@ class PartitionProblem:
     @cached_property
     def limits(self) -> MemoryLimit:
         """Return the memory of every stage against the limit. Each stage counts the weights that it shares."""
-        columns, cuts = (*ELEMENTS, CostColumn.SAVED), self.cut_points
-        params, experts, fixed, saved = (segment_sums(self.table, cuts, [column]) for column in columns)
+        columns, cuts = (*STATE_COLUMNS, CostColumn.SAVED), self.cut_points
+        params, experts, fixed, copies, saved = (segment_sums(self.table, cuts, [column]) for column in columns)
         received, buffers, moments = self.received[cuts], self.p2p_buffers[cuts], self.moments
         transient = self.table.workspace * moments.backward + self.table.loss * moments.loss
         library, ending = self.table.library, self.table.ending
-        held = (params, experts, fixed, saved)
+        held = (params, experts, fixed, copies, saved)
         sizes = StageSizes(*held, moments.in_flight, transient, received, buffers, library, ending)
         return memory_limit(sizes, self.layout, self.job, self.memory_limit)
 
@@ -199,31 +199,31 @@ class Partition:
         """Return the memory of each stage."""
         return [
             StageMemory(
-                *(dense, experts, fixed, saved, self.problem.table.workspace, library),
+                *(dense, experts, fixed, copies, saved, self.problem.table.workspace, library),
                 loss=self.problem.table.loss * (stop == self.bounds[-1]),
                 ending=ending,
             )
-            for stop, (dense, experts, fixed, saved, library, ending) in zip(
+            for stop, (dense, experts, fixed, copies, saved, library, ending) in zip(
                 self.bounds[1:], self._sizes.tolist(), strict=True
             )
         ]
 
     @cached_property
     def _sizes(self) -> NDArray[np.int64]:
-        """Return what `memory.rank_peaks` reads of each stage: [stages, 6].
+        """Return what `memory.rank_peaks` reads of each stage: [stages, 7].
 
         A weight that several nodes of a rank share is there once.
         """
         sums, problem, begin = self.stage_sums, self.problem, np.array(self.bounds[:-1])
         table = problem.table
-        out = np.empty((len(sums), 6), dtype=np.int64)
-        out[:, :4] = sums[:, [*ELEMENTS, CostColumn.SAVED]]
+        out = np.empty((len(sums), 7), dtype=np.int64)
+        out[:, :5] = sums[:, [*STATE_COLUMNS, CostColumn.SAVED]]
         if table.shared_elements:
             repeated = table.structure.repeated_elements(table.shared_elements, self.bounds, self.layout.pp)
             out[:, 0], out[:, 2] = out[:, 0] - repeated[True], out[:, 2] - repeated[False]
-        out[:, 3] += problem.received[begin]
-        out[:, 4] = table.library + problem.p2p_buffers[begin]
-        out[:, 5] = table.ending
+        out[:, 4] += problem.received[begin]
+        out[:, 5] = table.library + problem.p2p_buffers[begin]
+        out[:, 6] = table.ending
         return out
 
     @property

@@ -48,8 +48,8 @@ def memory_tracks(priced: Priced) -> tuple[MemoryTrack, ...]:
     for rank, groups in enumerate(placed.copy_groups.tolist()):
         mine = placed.stages[rank :: x.pp]
         params, experts = sum(s.params for s in mine), sum(s.expert_params for s in mine)
-        fixed = sum(s.frozen_params for s in mine)
-        state = memory.rank_state(params, experts, x, job, fixed)
+        fixed, copies = sum(s.frozen_params for s in mine), sum(s.narrow_copies for s in mine)
+        state = memory.rank_state(params, experts, x, job, fixed, copies)
         out.append(
             MemoryTrack(
                 bare=state.total + reserved + groups * job.cluster.outer.group_nbytes,

@@ -243,6 +243,9 @@ class NarrowSettings:
     cast_before_gathers: bool = setting(
         False, "operands are cast before they are gathered over tensor-parallel ranks, once for all products"
     )
+    keeps_weight_copies: bool = setting(
+        False, "linear layers in fp8 keep the copies of their weights in 8 bits from step to step"
+    )
     narrow_shard_nbytes: int = setting(
         0, "held by the shard of a weight beside its fp32 shard, where weights are sharded", unit="bytes per element"
     )

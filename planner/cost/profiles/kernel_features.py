@@ -75,6 +75,11 @@ MEGALOOM_KERNELS = Feature(
         "loss_saved_nbytes": coded(2, "the gradient is written beside the logits"),
         "wgrad_fusion": coded(True, "runtime/megatron/fused_gradients.py"),
     },
+    narrow={
+        "keeps_weight_copies": coded(
+            True, "Transformer Engine 2.12, module/base.py, get_weight_workspace: cached for `is_first_microbatch`"
+        )
+    },
     buffers={"kept_stand_ins": coded(False, "runtime/megatron/fused_gradients.py: a stand-in is freed at once")},
     experts={
         "launch_seconds": measured(0.3e-3, f"{_H200}: layers of Mixtral 8x7B, where each expert is a module"),

@@ -88,20 +88,36 @@ def test_more_copies_never_hold_more(dense: int, experts: int, dp: int) -> None:
         assert b <= a
 
 
+@pytest.mark.parametrize(
+    ("device", "precision", "profile", "copies"),
+    [("H100", "fp8", OWN, 2), ("B200", "fp8", OWN, 1), ("H100", "bf16", OWN, 0), ("H100", "fp8", MEGATRON, 0)],
+)
+def test_copies_of_weights_in_8_bits(device: str, precision: str, profile: Any, copies: int) -> None:
+    """Of the linear layers in blocks: one byte for rows, and one for columns before Blackwell."""
+    work = evolve(WORK, precision=Precision(precision))
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256  # queries and output, keys and values, SwiGLU
+    for tp in (1, 2):
+        pricer = Pricer(graph(MODELS["dense"]), cluster(f"{tp}x{device}"), work, profile)
+        found = pricer.partition(Layout(tp=tp))
+        assert sum(stage.narrow_copies for stage in found.stages) == copies * 4 * layer // tp
+        without = memory.rank_state(found.stages[0].params, 0, found.layout, found.problem.job)
+        assert found.rank_peaks[0].held["weights"] == without.weights + copies * 4 * layer // tp
+
+
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 6), st.data())
 def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: int, data: st.DataObject) -> None:
     vpp = vpp if pp > 1 else 1
     m, layout = pp * rounds, Layout(pp=pp, vpp=vpp)
     rank = data.draw(st.integers(0, pp - 1))
     sizes = data.draw(st.lists(st.integers(0, 10**6), min_size=vpp, max_size=vpp))
-    stages = np.zeros((vpp, pp, 6), dtype=np.int64)
-    stages[:, rank, 3] = sizes
+    stages = np.zeros((vpp, pp, 7), dtype=np.int64)
+    stages[:, rank, 4] = sizes
     moments = schedules.memory_moments(pp, vpp, m)
     nbytes = most = 0
     for step in timeline.rank_order(rank, pp, vpp, m):
         nbytes += sizes[step.stage // pp] * (-1 if step.backward else 1)
         most = max(most, nbytes)
-    peaks = memory.rank_peaks(stages.reshape(-1, 6), 0, 0, moments, layout, JOB).each
+    peaks = memory.rank_peaks(stages.reshape(-1, 7), 0, 0, moments, layout, JOB).each
     assert peaks[rank].held["activations"] == most
 
 
@@ -115,8 +131,8 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
     layout = Layout(pp=pp, vpp=vpp, microbatch_group=group)
     saved = data.draw(st.lists(size, min_size=vpp, max_size=vpp))
     library, workspace, loss, ending = (data.draw(size) for _ in range(4))
-    stages = np.zeros((vpp, pp, 6), dtype=np.int64)
-    stages[:, rank] = [(1, 0, 0, n, library, ending) for n in saved]
+    stages = np.zeros((vpp, pp, 7), dtype=np.int64)
+    stages[:, rank] = [(1, 0, 0, 0, n, library, ending) for n in saved]
     in_flight, alive = 0, {"optimizer step": library + vpp * OWN.optimizer.step_held_nbytes + ending}
     for step in timeline.rank_order(rank, pp, vpp, m, group):
         name = f"micro-batch {step.microbatch}"
@@ -132,7 +148,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
             if step.stage == pp * vpp - 1:
                 alive[f"loss of {name}"] = in_flight + loss + library
     moments = schedules.memory_moments(pp, vpp, m, group)
-    result = memory.rank_peaks(stages.reshape(-1, 6), workspace, loss, moments, layout, JOB).each[rank]
+    result = memory.rank_peaks(stages.reshape(-1, 7), workspace, loss, moments, layout, JOB).each[rank]
     passing = sum(result.held[what] for what in ("activations", "workspace", "logits"))
     assert passing == max(alive.values()) == alive[result.moment]
 

@@ -12,7 +12,7 @@ from megaloom.dsl.graph import graph
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
-from megaloom.planner.cost.columns import ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.columns import FORWARD_COLUMNS, STATE_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import PartitionProblem
 from megaloom.planner.search.pricing import Pricer
@@ -43,7 +43,7 @@ def test_costs_of_stages_are_those_of_the_cost_table(inner: set[int]) -> None:
     every = layouts("optimizer")
     costs, cuts = PRICER.chain_costs(Layouts.of(every)), PRICER.structure.cut_points
     bounds = np.array([[0, *sorted(inner), len(cuts) - 1]] * len(every))
-    columns = (STEP_COLUMNS, FORWARD_COLUMNS, [CostColumn.SAVED], *([column] for column in ELEMENTS))
+    columns = (STEP_COLUMNS, FORWARD_COLUMNS, [CostColumn.SAVED], *([column] for column in STATE_COLUMNS))
     sums = costs.stages(np.arange(len(every)), bounds[:, :-1], bounds[:, 1:])
     for i, x in enumerate(every):
         alone = PRICER.cost_table(x).stage_sums(cuts[bounds[i]].tolist())
