@@ -168,5 +168,5 @@ def test_what_a_job_cannot_run_is_refused(target: Target) -> None:
         export_plan(evolve(plan, runtime=Runtime.MEGATRON), model, target)
     with pytest.raises(UserError, match="cannot express 8xCPU: its jobs ask for GPUs"):
         export_plan(plan_with(model, Layout(dp=8), gpus="8xCPU"), model, target)
-    with pytest.raises(UserError, match=f"the {target.program} job would run .*: the runtime does not train in fp8"):
-        export_plan(plan_with(model, Layout(), precision="fp8"), model, target)
+    with pytest.raises(UserError, match=f"the {target.program} job would run .*: the runtime does not train in mxfp8"):
+        export_plan(plan_with(model, Layout(), gpus="1xB200", precision="mxfp8"), model, target)

@@ -281,11 +281,11 @@ def test_a_layout_is_refused_by_its_name(
 
 def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
     t5, _ = find("t5-small")
-    with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` cannot run it either: .* does not train in fp8"):
+    with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` cannot run it either: .* has no fp8 for"):
         export_plan(plan_with(t5, Layout(), precision="fp8"), t5, Target.MEGATRON_LM)
     llama, _ = find(LLAMA)
-    with pytest.raises(UserError, match="which cannot run this plan: the runtime does not train in fp8"):
-        export_plan(plan_with(llama, Layout(), precision="fp8"), llama, Target.SLURM)
+    with pytest.raises(UserError, match="which cannot run this plan: the runtime does not train in mxfp8"):
+        export_plan(plan_with(llama, Layout(), gpus="1xB200", precision="mxfp8"), llama, Target.SLURM)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ from typing import get_args
 import psutil
 import pytest
 
+from megaloom.planner.contract.capability import assumed_environment, capability
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import PLAN_VERSION
+from megaloom.planner.contract.workload import Precision, Runtime
 from megaloom.planner.rules.capabilities import OWN_RUNTIME
 from megaloom.runtime.cli.defaults import TrainedPrecision
 from megaloom.runtime.cli.main import main
@@ -313,9 +315,10 @@ def test_help_offers_what_the_runtime_trains(capsys: pytest.CaptureFixture[str])
     with contextlib.suppress(SystemExit):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "[choices: fp32, bf16, fp16]" in shown
+    assert "[choices: fp32, bf16, fp16, fp8]" in shown
     assert "Communication that runs while devices compute: gradients, weights; or none." in shown
-    assert set(get_args(TrainedPrecision)) == {str(precision) for precision in OWN_RUNTIME.precisions}
+    with_engine = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, "H100", precision=Precision.FP8))
+    assert set(get_args(TrainedPrecision)) == {str(precision) for precision in with_engine.precisions}
     assert not int(OWN_RUNTIME.microbatch_overlaps)
 
 

@@ -143,9 +143,9 @@ def test_a_model_that_cannot_be_trained_is_refused(what: str, messages_by_model:
 
 
 def test_a_precision_that_only_the_planner_knows_is_refused() -> None:
-    narrow = Workload(seq=SEQ, batch=2, precision=Precision.FP8)
+    narrow = Workload(seq=SEQ, batch=2, precision=Precision.MXFP8)
     violation, *_ = runtime_violations(Layout(), graph(lm(RMSNorm())), narrow, cluster("1xCPU"))
-    assert (violation.message, violation.fix) == ("the runtime does not train in fp8", "use fp32, bf16 or fp16")
+    assert (violation.message, violation.fix) == ("the runtime does not train in mxfp8", "use fp32, bf16 or fp16")
 
 
 def test_each_layer_that_runs_as_a_module_has_its_constructor() -> None:
