@@ -7,6 +7,7 @@ from megaloom.dsl import (
     Dim,
     Embed,
     Join,
+    Layer,
     Model,
     MoE,
     NextToken,
@@ -53,7 +54,7 @@ def scale(channels: int, factor: float = 40, mscale: float = 1.0) -> float:
 
 def deepseek(
     name: str,
-    attention: MLA,
+    attention: Layer,
     embed: int,
     *,
     ff: int,
@@ -62,22 +63,26 @@ def deepseek(
     sparse: int,
     vocab: int,
     mtp_layers: int = 0,
+    norm: RMSNorm = NORM,
 ) -> Model:
-    """A DeepSeek of any size: `dense` layers, `sparse` layers, then `mtp_layers` layers of multi-token prediction."""
+    """Return a DeepSeek of any size, or a model of its shape.
+
+    It has `dense` layers, `sparse` layers, then `mtp_layers` layers of multi-token prediction.
+    """
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte, head = weight("wte", v, d), weight("head", v, d)
-    mix = residual(NORM, attention)
-    block = mix >> residual(NORM, moe)
+    mix = residual(norm, attention)
+    block = mix >> residual(norm, moe)
     tokens = ids()
     x = tokens >> Embed(wte)
-    x = x >> repeat(dense, mix, residual(NORM, SwiGLU(ff))) if dense else x
+    x = x >> repeat(dense, mix, residual(norm, SwiGLU(ff))) if dense else x
     x = x >> repeat(sparse, block) if sparse else x
     y = labels()
-    losses = [(1.0, x >> NORM >> Unembed(head) >> NextToken(y))]
+    losses = [(1.0, x >> norm >> Unembed(head) >> NextToken(y))]
     for i in range(mtp_layers):
         tokens = apply(Shift("seq", 1), tokens) if i else tokens
-        x = x >> repeat(1, Join(wte, NORM).given(tokens=tokens), block)
-        losses.append((MTP_WEIGHT / mtp_layers, x >> NORM >> Unembed(head) >> NextToken(y, offset=i + 1)))
+        x = x >> repeat(1, Join(wte, norm).given(tokens=tokens), block)
+        losses.append((MTP_WEIGHT / mtp_layers, x >> norm >> Unembed(head) >> NextToken(y, offset=i + 1)))
     return model(name, weighted_sum(*losses) if mtp_layers else losses[0][1])
 
 

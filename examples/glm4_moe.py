@@ -1,72 +1,22 @@
 """GLM-4.5 (arXiv:2508.06471): many small experts beside grouped attention that rotates half of the channels."""
 
-from megaloom.dsl import (
-    Attention,
-    Dim,
-    Embed,
-    Join,
-    Model,
-    MoE,
-    NextToken,
-    RMSNorm,
-    Rope,
-    Shift,
-    SwiGLU,
-    Unembed,
-    apply,
-    ids,
-    labels,
-    model,
-    repeat,
-    residual,
-    weight,
-    weighted_sum,
-)
+from megaloom.dsl import Attention, Model, MoE, RMSNorm, Rope, SwiGLU
 from megaloom.dsl.hf.architectures import Config, reads, rotation
 from megaloom.dsl.hf.tensor_names import flat
 
-from .deepseek import EXPERTS, MTP_WEIGHT
+from .deepseek import EXPERTS, deepseek
 from .llama3 import ATTENTION, NORMS, SWIGLU, decoder
 from .qwen2 import BIASES
 
+VOCAB = 151552
+NORM = RMSNorm(1e-5)
 BALANCE = 0.0001  # weight of the loss that balances experts over a sequence (arXiv:2508.06471, section 2.4)
 
 
-def glm4_moe(
-    name: str,
-    attention: Attention,
-    embed: int,
-    *,
-    ff: int,
-    moe: MoE,
-    dense: int,
-    sparse: int,
-    vocab: int = 151552,
-    eps: float = 1e-5,
-    mtp_layers: int = 0,
-) -> Model:
-    """A GLM-4.5 of any size: `dense` layers, `sparse` layers, then `mtp_layers` layers of multi-token prediction."""
-    v, d, norm = Dim("vocab", vocab), Dim("embed", embed), RMSNorm(eps)
-    wte, head = weight("wte", v, d), weight("head", v, d)
-    mix = residual(norm, attention)
-    block = mix >> residual(norm, moe)
-    tokens = ids()
-    x = tokens >> Embed(wte)
-    x = x >> repeat(dense, mix, residual(norm, SwiGLU(ff))) if dense else x
-    x = x >> repeat(sparse, block) if sparse else x
-    y = labels()
-    losses = [(1.0, x >> norm >> Unembed(head) >> NextToken(y))]
-    for i in range(mtp_layers):
-        tokens = apply(Shift("seq", 1), tokens) if i else tokens
-        x = x >> repeat(1, Join(wte, norm).given(tokens=tokens), block)
-        losses.append((MTP_WEIGHT / mtp_layers, x >> norm >> Unembed(head) >> NextToken(y, offset=i + 1)))
-    return model(name, weighted_sum(*losses) if mtp_layers else losses[0][1])
-
-
-def grouped(heads: int, kv_heads: int, head_dim: int, *, normed: bool, rope: Rope | None = None) -> Attention:
+def grouped(heads: int, kv_heads: int, head_dim: int, *, normed: bool) -> Attention:
     """Return the attention: biases of queries, keys and values, and norms of queries and keys where they are normed."""
     norm = RMSNorm(1e-5, over="head_dim") if normed else None
-    half = rope or Rope(1_000_000, head_dim // 2)
+    half = Rope(1_000_000, head_dim // 2)
     return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=half, qkv_bias=True, qk_norm=norm)
 
 
@@ -78,13 +28,15 @@ def experts(ff: int, count: int, *, scale: float) -> MoE:
 def glm4_5(mtp_layers: int = 0) -> Model:
     """GLM-4.5, 355 billion parameters with multi-token prediction and without embeddings, as published."""
     moe, attention = experts(1536, 160, scale=2.5), grouped(96, 8, 128, normed=True)
-    return glm4_moe("glm4.5", attention, 5120, ff=12288, moe=moe, dense=3, sparse=89, mtp_layers=mtp_layers)
+    sizes = {"ff": 12288, "dense": 3, "sparse": 89, "vocab": VOCAB, "mtp_layers": mtp_layers}
+    return deepseek("glm4.5", attention, 5120, moe=moe, norm=NORM, **sizes)
 
 
 def glm4_5_air(mtp_layers: int = 0) -> Model:
     """GLM-4.5-Air, 106 billion parameters without embeddings."""
     moe, attention = experts(1408, 128, scale=1.0), grouped(96, 8, 128, normed=False)
-    return glm4_moe("glm4.5-air", attention, 4096, ff=10944, moe=moe, dense=1, sparse=45, mtp_layers=mtp_layers)
+    sizes = {"ff": 10944, "dense": 1, "sparse": 45, "vocab": VOCAB, "mtp_layers": mtp_layers}
+    return deepseek("glm4.5-air", attention, 4096, moe=moe, norm=NORM, **sizes)
 
 
 QK_NORMS = {f"self_attn.{n}_norm.weight": flat(f"attention.0.{n}_norm.scale") for n in "qk"}
@@ -125,7 +77,7 @@ def config(c: Config, name: str) -> Model:
         top_groups=c.whole("topk_group", 1),
     )
     dense = min(c.whole("first_k_dense_replace", 1, least=0), c.layers("num_hidden_layers"))
-    return glm4_moe(
+    return deepseek(
         name,
         attention,
         c.whole("hidden_size"),
@@ -134,5 +86,5 @@ def config(c: Config, name: str) -> Model:
         dense=dense,
         sparse=c.layers("num_hidden_layers") - dense,
         vocab=c.whole("vocab_size"),
-        eps=eps,
+        norm=RMSNorm(eps),
     )
