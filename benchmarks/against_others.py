@@ -115,7 +115,6 @@ class Started:
 
     process: subprocess.Popen[bytes]
     turns: Turns
-    folder: Path
     begun: float  # time.time()
 
     @classmethod
@@ -123,9 +122,9 @@ class Started:
         """Start a program."""
         turns, begun = Turns(folder, program), time.time()
         environment = {**os.environ, **turns.environment}
-        with (folder / f"{program}.stdout").open("w") as out, (folder / f"{program}.stderr").open("w") as err:
+        with turns.file("stdout").open("w") as out, turns.file("stderr").open("w") as err:
             process = subprocess.Popen(command(program, task), env=environment, stdout=out, stderr=err)
-        return cls(process, turns, folder, begun)
+        return cls(process, turns, begun)
 
     def alive(self) -> bool:
         """Return whether the program has not ended."""
@@ -134,16 +133,16 @@ class Started:
     def stop(self) -> None:
         """End a program that takes too long; torchrun ends its ranks when it is asked to end."""
         if self.alive():
-            (self.folder / f"{self.turns.name}.late").touch()
+            self.turns.file("late").touch()
             self.process.terminate()
             Timer(GRACE, self.process.kill).start()
 
     def result(self) -> dict[str, Any]:
         """Wait for the end of the program, and return its result or its error."""
         code = self.process.wait()
-        if (self.folder / f"{self.turns.name}.late").exists():
+        if self.turns.file("late").exists():
             return {"error": "not finished within the limit of --seconds"}
-        out, err = ((self.folder / f"{self.turns.name}.{kind}").read_text().strip() for kind in ("stdout", "stderr"))
+        out, err = (self.turns.file(kind).read_text().strip() for kind in ("stdout", "stderr"))
         lines = [line for line in out.splitlines() if line.startswith(MARK)]
         if code or not lines:
             return {"error": last_error(err) or f"exit code {code}"}

@@ -38,24 +38,25 @@ class Turns:
     def begin(self, turn: int) -> None:
         """On each rank of the program: wait for the devices."""
         if self.folder is not None:
-            self._file("ready").touch()
-            wait_until(self._file(f"{turn}.begin").exists)
+            self.file("ready").touch()
+            wait_until(self.file(f"{turn}.begin").exists)
 
     def end(self, turn: int) -> None:
         """Say that the program is idle again."""
         if self.folder is not None:
-            self._file(f"{turn}.end").touch()
+            self.file(f"{turn}.end").touch()
 
     def await_ready(self, alive: Callable[[], bool]) -> None:
         """Wait until the program is ready or no longer alive."""
-        wait_until(lambda: self._file("ready").exists() or not alive())
+        wait_until(lambda: self.file("ready").exists() or not alive())
 
     def give(self, turn: int, alive: Callable[[], bool]) -> None:
         """Let the program take a turn, and wait for the end of the turn or of the program."""
-        self._file(f"{turn}.begin").touch()
-        wait_until(lambda: self._file(f"{turn}.end").exists() or not alive())
+        self.file(f"{turn}.begin").touch()
+        wait_until(lambda: self.file(f"{turn}.end").exists() or not alive())
 
-    def _file(self, kind: str) -> Path:
+    def file(self, kind: str) -> Path:
+        """Return the file `NAME.kind` in the folder."""
         assert self.folder is not None
         return self.folder / f"{self.name}.{kind}"
 
