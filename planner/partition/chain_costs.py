@@ -18,7 +18,7 @@ from megaloom.planner.model.structure import ModelStructure
 
 from .dynamic_program import Indices, SegmentSums
 
-# Sums of columns of a cost table: seconds, seconds of forward passes, saved bytes, elements.
+# Sums of columns of a cost table: seconds, seconds of forward passes, saved bytes, and those of the state.
 SECONDS, FORWARD, SAVED, *STATE = range(3 + len(STATE_COLUMNS))
 SUMMED = (STEP_COLUMNS, FORWARD_COLUMNS, [CostColumn.SAVED], *([column] for column in STATE_COLUMNS))
 

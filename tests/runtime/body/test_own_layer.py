@@ -121,7 +121,7 @@ def plans(plan_of: Callable[..., Plan]) -> dict[str, Plan]:
 
 @pytest.fixture(scope="module")
 def alone(plans: dict[str, Plan]) -> dict[str, Curve]:
-    """Both steps by one process."""
+    """Return losses and gradient norms of both steps, computed by one process."""
     results = launcher.run(curves, (list(plans.values()),), 1, timeout=LIMIT)[0]
     return dict(zip(plans, results, strict=True))
 

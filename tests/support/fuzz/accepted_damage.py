@@ -60,7 +60,7 @@ OUTWEIGHED = {"log.log": frozenset({"tokenizer_type", "vocab_size"})}
 
 @frozen
 class Reading:
-    """What is read of a file, and what is said of it."""
+    """The run that a reader makes of a file, and the notes that it prints about it."""
 
     facts: Mapping[str, object]
     said: tuple[str, ...]
