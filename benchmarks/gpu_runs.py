@@ -4,8 +4,8 @@ The ranks start once for all cases with one environment, and once more for those
 connections to the GPU. They run the cases one after the other: each is built, trained for a few steps on random tokens,
 and freed. Its result is appended to a file (`--output`) before the next case begins, so a cut-off loses only the case
 that runs. A case that fails or takes longer than `--timeout` is recorded with its error, and the ranks start again for
-the rest. A case that the file or the repository has a run of, on the same GPUs, is left out: the same command goes on
-where it was cut off.
+the rest. A case that the file or the repository has a run of, on the same GPUs, is left out (without `--again`, which
+looks at the file alone): the same command goes on where it was cut off.
 
 A start takes 20 to 40 s and a case 15 to 40 s, as measured of single runs on an H100: with the default `--limit`, 12 to
 20 cases a command of ten minutes. `--list` prints the cases, `--report` compares all runs with what the planner of
@@ -55,10 +55,14 @@ class Budget:
     uncounted: int = 4  # first steps, which compile kernels and fill the allocator
 
 
-def run(cases: Sequence[Case], name: str, output: Path, budget: Budget) -> None:
-    """Measure cases of one number of devices of this name, and append the result of each to a file."""
+def run(cases: Sequence[Case], name: str, output: Path, budget: Budget, *, again: bool = False) -> None:
+    """Measure cases of one number of devices of this name, and append the result of each to a file.
+
+    again: measure cases that the repository has a run of, too.
+    """
+    known = [] if again else [row for row in read(RESULTS) if not row.error and row.origin == THIS_COMMAND]
     began = time.monotonic()
-    left = [(case, plan) for case, plan in _plans(cases, name) if not _has_run(case, name, output)]
+    left = [(case, plan) for case, plan in _plans(cases, name) if not _has_run(case, name, [*read(output), *known])]
     left.sort(key=lambda pair: (connections(pair[1].layout), _mesh(pair[1])))
     while left and (seconds := budget.last - (time.monotonic() - began)) > 0:
         before, first = len(read(output)), left[0][1].layout
@@ -87,11 +91,9 @@ def _plans(cases: Sequence[Case], name: str) -> Iterator[tuple[Case, Plan]]:
             print(f"left out: {case.name}: {str(error).splitlines()[0]}", flush=True)
 
 
-def _has_run(case: Case, name: str, output: Path) -> bool:
-    """True if the file has a run of a case on these devices, or the repository has one of this command that ended."""
-    key = case.name, _gpus(case, name)
-    ended = [row for row in read(RESULTS) if not row.error and row.origin == THIS_COMMAND]
-    return any((row.case, row.gpus) == key for row in (*read(output), *ended))
+def _has_run(case: Case, name: str, known: Sequence[Measured]) -> bool:
+    """Return whether there is a run of a case on these devices."""
+    return any((row.case, row.gpus) == (case.name, _gpus(case, name)) for row in known)
 
 
 def _gpus(case: Case, name: str) -> str:
@@ -197,6 +199,7 @@ def options() -> Namespace:
     parser.add_argument("--steps", type=int, default=12, help="steps of a case")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a case")
     parser.add_argument("--limit", type=float, default=450, help="seconds after which no case begins")
+    parser.add_argument("--again", action="store_true", help="run cases that the repository has a run of, too")
     parser.add_argument("--list", action="store_true", help="print the cases")
     parser.add_argument("--report", action="store_true", help="compare the results of all runs with plans")
     return parser.parse_args()
@@ -215,7 +218,7 @@ def main() -> None:
     if device.gpu_count() < asked.gpus:
         raise SystemExit(f"--gpus {asked.gpus}: this machine has {device.gpu_count()} GPUs")
     budget = Budget(steps=asked.steps, case=asked.timeout, last=asked.limit)
-    run(cases, device.local_cluster().partition("x")[2], asked.output, budget)
+    run(cases, device.local_cluster().partition("x")[2], asked.output, budget, again=asked.again)
     print(report(read(asked.output), cases))
 
 
