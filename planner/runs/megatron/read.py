@@ -73,7 +73,7 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
     firsts = first_layers(layers_of_stages(a))
     if len(set(firsts[1:])) < len(firsts) - 1:
         refuse_run(a, "a stage without layers between others is not modelled", "pipeline_model_parallel_layout")
-    assumed = [*source.assumed, *_overridden(a)]
+    assumed = [*source.assumed, *_overridden(a), *_of_checkpoint(a)]
     if not a.complete and not a["deepspeed"] and not stated:
         assumed.append(Note(f"release {version} of Megatron-LM, for what the file leaves to defaults (`--version-of`)"))
     if origin and origin != "--vocab":
@@ -104,6 +104,15 @@ def _overridden(a: Arguments) -> Iterator[Note]:
                 f"{shortened(_text(one), 40)} (line {one.origin.line_number})" for one in (earlier, later)
             )
             yield Note(f"{later.flag.name} stands with {values}: the last counts", later.origin)
+
+
+def _of_checkpoint(a: Arguments) -> Iterator[Note]:
+    """Yield the flags of a command whose values count less than those of the checkpoint that it loads."""
+    what = {"use_checkpoint_args": "sizes of the model", "use_mp_args_from_checkpoint_args": "degrees of parallelism"}
+    for dest in () if a.complete else what:
+        if dest in a.given:
+            flag = a.given[dest].flag.name
+            yield Note(f"{flag} takes the {what[dest]} from the checkpoint; those of the file are read", a.origin(dest))
 
 
 def _text(one: GivenArgument) -> str:

@@ -9,12 +9,12 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.bridge import CONTAINER_FIELDS, bridge_run
 from megaloom.planner.runs.settings.flag_words import SettingsRun
-from megaloom.planner.runs.settings.tree import Setting, Tree, overlaid
+from megaloom.planner.runs.settings.tree import Setting, Tree, overlaid, setting_at
 from megaloom.planner.runs.words import Word
 
 from .values import Instance, Known, Value, as_tree, truth
 
-SECTIONS = ("model", "train", "ddp", "optimizer", "dataset", "comm_overlap", "mixed_precision")
+SECTIONS = ("model", "train", "ddp", "optimizer", "dataset", "comm_overlap", "mixed_precision", "tokenizer")
 CONTAINER = "ConfigContainer"
 HUB_METHOD = "from_hf_pretrained"
 SILENT = frozenset({"persist_layer_norm", "use_te_rng_tracker", "use_transformer_engine_full_layer_spec"})
@@ -39,6 +39,7 @@ def bridge_recipe_run(config: Value, path: str, overrides: Tree, environment: Ma
     for name in SECTIONS:
         value = config.fields.get(name)
         section = _precision(value) if name == "mixed_precision" else as_tree(value)
+        section = _tokenizer(section) if name == "tokenizer" else section
         if section is not None:
             tree[name] = _model(section, config) if name == "model" and isinstance(section, Mapping) else section
     run = bridge_run(overlaid(tree, overrides) or {}, environment)
@@ -55,6 +56,15 @@ def _model(section: Mapping[str, Tree], config: Instance) -> Tree:
         text = "|".join("".join(map(_letter, stage if isinstance(stage, list) else [stage])) for stage in stages)
         kept["pipeline_model_parallel_layout"] = Setting(Word(text, model.origin))  # type: ignore[union-attr]
     return kept
+
+
+def _tokenizer(section: Tree | None) -> Tree | None:
+    """Return what a tokenizer says of the model's vocabulary: nothing, unless the model takes its number of tokens."""
+    switch = setting_at(section, "use_tokenizer_vocab_size")
+    if section is None or not (switch and switch.is_true):
+        return None
+    kind = setting_at(section, "tokenizer_type")
+    return section if kind and kind.text == "NullTokenizer" else {"use_tokenizer_vocab_size": switch}
 
 
 def _letter(layer: Value) -> str:

@@ -16,6 +16,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.words import Origin, Unknown
 
 from .builtin_calls import computed_call
+from .call_check import check_call
 from .modules import ModuleFiles, PythonModule, imported_names
 from .operators import SIZES, operated
 from .values import Foreign, Function, Instance, Known, Lacking, Value, item_key, truth
@@ -66,20 +67,22 @@ class RecipeEvaluator:
     def _bound(self, function: Function, arguments: Sequence[Value], keywords: Mapping[str, Value]) -> Scope:
         node, module = function.node, function.module
         assert isinstance(module, PythonModule)
+        check_call(node, arguments, keywords, module.origin(node))
         names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
         scope: Scope = dict(zip(names, arguments, strict=False))
         defaults = dict(zip(reversed(names), reversed(node.args.defaults), strict=False))
         defaults |= {
             one.arg: value for one, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value
         }
-        scope |= {name: self.value(one, {}, module) for name, one in defaults.items() if name not in scope}
+        rest = keywords.get("**")  # a dict that is not known, which may hold any of them
+        scope |= {name: rest or self.value(one, {}, module) for name, one in defaults.items() if name not in scope}
         scope |= keywords
         for name in (*names, *(one.arg for one in node.args.kwonlyargs)):
             scope.setdefault(name, Lacking(Unknown(name, "variable", module.origin(node))))
         if node.args.kwarg:
             known = {*names, *(one.arg for one in node.args.kwonlyargs)}
-            rest = {name: value for name, value in keywords.items() if name not in known}
-            scope[node.args.kwarg.arg] = Instance("dict", module.origin(node), rest)
+            others = {name: value for name, value in keywords.items() if name not in known}
+            scope[node.args.kwarg.arg] = Instance("dict", module.origin(node), others)
         return scope
 
     def body(self, statements: Iterable[ast.stmt], scope: Scope, module: PythonModule) -> None:

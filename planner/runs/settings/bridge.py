@@ -79,7 +79,10 @@ _PRECISIONS = {
     "fp16_mixed": ("--fp16",),
     "16_mixed": ("--fp16",),
     "fp16": ("--fp16",),
-    "bf16_with_fp8_current_scaling_mixed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
+    "bf16_with_fp8_current_scaling_mixed": (
+        *("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
+        "--first-last-layers-bf16",
+    ),
     "bf16_with_fp8_delayed_scaling_mixed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
     "bf16_with_fp8_subchannel_scaling_mixed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "blockwise"),
     "bf16_with_mxfp8_mixed": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
@@ -121,9 +124,13 @@ def _words(tree: Tree | None) -> Iterator[Word]:
     if isinstance(precision, Setting) and precision.kind != "null":
         known = _PRECISIONS.get(precision.text.replace("-", "_"), (f"--{precision.text}",))
         yield from (Word(text, precision.word.origin) for text in known)
-        sharded = setting_at(tree, "ddp.use_megatron_fsdp")
-        if sharded and sharded.is_true and {"tensorwise", "delayed", "mxfp8"} & {*known}:
-            yield Word(f"--{GATHERS_8_BITS}", precision.word.origin)  # training/mixed_precision.py: fp8_param_gather
+        if {"tensorwise", "delayed", "mxfp8"} & {*known}:  # training/mixed_precision.py: fp8_param_gather
+            sharded = setting_at(tree, "ddp.use_megatron_fsdp")
+            gathers = GATHERS_8_BITS if sharded and sharded.is_true else "fp8-param-gather"
+            yield Word(f"--{gathers}", precision.word.origin)
+    of_tokenizer = setting_at(tree, "tokenizer.use_tokenizer_vocab_size")
+    if of_tokenizer and of_tokenizer.is_true and setting_at(tree, "tokenizer.vocab_size") is None:
+        yield Word("--use-tokenizer-vocab-size", of_tokenizer.word.origin)
 
 
 def _unread_sections(tree: Tree | None) -> Iterator[Word]:

@@ -125,6 +125,7 @@ def nemo_run(tree: Tree, environment: Mapping[str, str], missing: tuple[Unknown,
         *_precision(resolved),
         *_optimizer(found(model, "optim")),
         *_tokenizer(model),
+        *_documents(found(model, "data")),
     )
     return SettingsRun(
         framework="NeMo 1",
@@ -205,3 +206,9 @@ def _tokenizer(model: Tree | None) -> Iterator[Word]:
         yield from renamed("--tokenizer-type", kind)
         for key in ("vocab_file", "merge_file"):
             yield from flag_words(key, found(model, f"tokenizer.{key}"))
+
+
+def _documents(data: Tree | None) -> Iterator[Word]:
+    """Yield what happens at the ends of documents."""
+    for key in ("reset_position_ids", "reset_attention_mask"):
+        yield from flag_words(key, found(data, key))

@@ -50,7 +50,7 @@ _READ_BELOW = frozenset(
     }
 )
 _IGNORED = """
-env_vars scheduler checkpoint converter_type force_reconvert_from_hf pipeline_dtype freeze_moe_router defer_fp32_logits
+env_vars scheduler checkpoint converter_type force_reconvert_from_hf pipeline_dtype freeze_moe_router
 use_gloo_process_groups clear_memory_caches_before_refit cuda_graph_modules cuda_graph_warmup_steps offload_modules
 moe_pad_experts_for_cuda_graph_inference inference_moe_token_dispatcher_type inference_grouped_gemm_backend
 radio_force_cpe_eval_mode freeze_vision_model freeze_vision_projection freeze_sound_encoder freeze_sound_projection
@@ -104,10 +104,14 @@ def _words(policy: Tree | None) -> Iterator[Word]:
         yield Word(flag, precision.word.origin)
     yield from _recompute(megatron)
     ddp = found(megatron, "distributed_data_parallel_config")
-    for key in ("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32"):
+    for key in ("overlap_grad_reduce", "overlap_param_gather"):
         value = setting_at(ddp, key)
-        flag = "--accumulate-allreduce-grads-in-fp32" if key == "grad_reduce_in_fp32" else f"--{key.replace('_', '-')}"
-        yield from switch_words(flag, value if value and value.is_true else None)
+        yield from switch_words(f"--{key.replace('_', '-')}", value if value and value.is_true else None)
+    wide = setting_at(ddp, "grad_reduce_in_fp32")
+    if wide and wide.is_true:
+        yield from switch_words("--accumulate-allreduce-grads-in-fp32", wide)
+    elif precision and precision.text == "bfloat16":
+        yield from switch_words("--grad-reduce-in-bf16", wide)
     optimizer = found(megatron, "optimizer")
     for key, one in optimizer.items() if isinstance(optimizer, Mapping) else ():
         yield from () if key in _OF_OPTIMIZER else flag_words(key, one)

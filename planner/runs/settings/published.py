@@ -42,6 +42,8 @@ NOT_MODELLED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Reasons why models whose names begin so are not read. Source: the pages of these models in Megatron-Bridge 0.6."""
+OF_EXPERTS = ("--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall")
+"""Flags that the frameworks which take models by their names set for experts, and that a dense model ignores."""
 OF_THE_RUN = frozenset({"seq-length", "make-vocab-size-divisible-by", "moe-token-dispatcher-type"})
 """Options of an exported model that a run states itself."""
 
@@ -58,7 +60,7 @@ class PublishedModel:
         for option in model_options(decoder, PUBLISHED_POSITIONS, 1, Target.MEGATRON_LM):
             if option.name not in OF_THE_RUN:
                 yield from (Word(text, name.origin) for text in option.words)
-        yield from (Word(text, name.origin) for text in ("--vocab-size", str(decoder.vocab)))
+        yield from (Word(text, name.origin) for text in ("--vocab-size", str(decoder.vocab), *OF_EXPERTS))
 
 
 def published_model(name: str) -> PublishedModel | None:

@@ -18,16 +18,30 @@ from megaloom.planner.runs.words import Command, Origin, Word
 
 SUBCOMMANDS = frozenset({"sft", "pt"})
 OTHER_SUBCOMMANDS = {"rlhf": "learns from preferences or rewards", "export": "converts checkpoints"}
-_DEFAULTS = (
-    "--micro-batch-size 1 --global-batch-size 16 --recompute-granularity selective --use-distributed-optimizer "
-    "--expert-tensor-parallel-size 1 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --no-rope-fusion --bf16"
-)
+_DEFAULTS = {
+    "micro_batch_size": "--micro-batch-size 1",
+    "global_batch_size": "--global-batch-size 16",
+    "recompute_granularity": "--recompute-granularity selective",
+    "use_distributed_optimizer": "--use-distributed-optimizer",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
+    "moe_grouped_gemm": "--moe-grouped-gemm",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
+    "apply_rope_fusion": "--no-rope-fusion",
+    "bf16": "--bf16",
+}
+"""Flags that ms-swift sets unless an option says otherwise, `none` and `false` included."""
 _RENAMED = {
     "max_length": "seq_length",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
 }
-_USUAL = {"tuner_type": "full", "train_type": "full", "freeze_llm": "false", "task_type": "causal_lm"}
+_USUAL = {
+    "tuner_type": "full",
+    "train_type": "full",
+    "freeze_llm": "false",
+    "task_type": "causal_lm",
+    "torch_dtype": "bfloat16",
+}
 _IGNORED = """
 model model_type model_author model_name model_revision dataset val_dataset cached_dataset cached_val_dataset
 load_from_cache_file split_dataset_ratio dataset_num_proc dataset_shuffle num_train_epochs max_epochs save_steps
@@ -70,12 +84,18 @@ def swift_run(command: Command) -> SettingsRun:
     model = options.get("model")
     return SettingsRun(
         framework="ms-swift",
-        words=(*(Word(text, name.origin) for text in _DEFAULTS.split()), *_words(options, name.origin)),
+        words=(*_defaults(options, name.origin), *_words(options, name.origin)),
         nodes=command.environment.get("NNODES"),
         per_node=command.environment.get("NPROC_PER_NODE"),
         model=model[0] if model else None,
         repeated=_repeated(command.words[at + 1 :]),
     )
+
+
+def _defaults(options: Mapping[str, Sequence[Word]], origin: Origin) -> Iterator[Word]:
+    for key, text in _DEFAULTS.items():
+        if key not in options:
+            yield from (Word(word, origin) for word in text.split())
 
 
 def _subcommand(command: Command) -> int | None:

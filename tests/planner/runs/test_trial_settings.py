@@ -1,0 +1,138 @@
+"""What public settings files and recipes of a blind trial had that was read wrong, in small files of our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.choices import GradReduce, Recompute, Shard
+from megaloom.planner.runs.read import RunInputs, read_file, read_text
+from megaloom.planner.runs.run import TrainingRun
+
+pytest.importorskip("yaml")
+
+SWIFT = """NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --max_length 4096 --global_batch_size 64 \\
+  --expert_model_parallel_size 8"""
+NEMO_RL = """
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  precision: bfloat16
+  train_global_batch_size: 64
+  train_micro_batch_size: 1
+  max_total_sequence_length: 2048
+  megatron_cfg:
+    enabled: true
+    expert_model_parallel_size: 8
+    defer_fp32_logits: true
+    distributed_data_parallel_config: {grad_reduce_in_fp32: false}
+    optimizer: {use_distributed_optimizer: true}
+cluster: {num_nodes: 1, gpus_per_node: 8}
+"""
+RECIPE = """
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.config import ConfigContainer, TokenizerConfig, TrainingConfig
+
+TOKENS: int = 32000
+
+def make(tp: int = 1, *, precision: str = "bf16_mixed") -> ConfigContainer:
+    cfg = ConfigContainer(
+        model=AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").get_model_config(),
+        train=TrainingConfig(global_batch_size=32, micro_batch_size=1),
+        tokenizer=TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", use_tokenizer_vocab_size=True),
+        mixed_precision=precision,
+    )
+    cfg.tokenizer.tokenizer_type = "NullTokenizer"
+    cfg.tokenizer.vocab_size = TOKENS
+    cfg.model.tensor_model_parallel_size = tp
+    cfg.model.seq_length = 2048
+    return cfg
+
+def mine() -> ConfigContainer:
+    return make(CALL)
+"""
+
+
+def read(text: str, path: str = "run.sh", **given: object) -> TrainingRun:
+    """Return the run of a text."""
+    return read_text(text, path, RunInputs(**given))  # type: ignore[arg-type]
+
+
+def left_out(run: TrainingRun) -> str:
+    """Return the sentences about what a prediction leaves out, as one text."""
+    return "\n".join(note.text for note in run.notes)
+
+
+def recipe(call: str, *old_and_new: str) -> TrainingRun:
+    """Return the run of a recipe that calls another function with these arguments."""
+    text = RECIPE.replace("CALL", call)
+    return read(text.replace(*old_and_new) if old_and_new else text, "mine.py", devices=8, command="mine")
+
+
+def test_an_option_of_swift_that_switches_a_default_off_counts() -> None:
+    assert read(SWIFT).layout.recompute is Recompute.SELECTIVE
+    off = read(f"{SWIFT} --recompute_granularity none --use_distributed_optimizer false --apply_rope_fusion true")
+    assert (off.layout.recompute, off.layout.shard) == (Recompute.NONE, Shard.NONE)
+    assert "rope" in left_out(read(SWIFT)) and "rope" not in left_out(off)
+    with pytest.raises(UserError, match="--torch_dtype other than bfloat16 is not modelled"):
+        read(f"{SWIFT} --torch_dtype float16")
+
+
+def test_gradients_of_nemo_rl_are_as_wide_as_its_file_says() -> None:
+    assert read(NEMO_RL, "run.yaml").layout.grad_reduce is GradReduce.BF16
+    wide = read(NEMO_RL.replace("in_fp32: false", "in_fp32: true"), "run.yaml")
+    assert wide.layout.grad_reduce is GradReduce.FP32
+
+
+def test_experts_of_a_model_that_is_named_run_as_the_framework_sets_them() -> None:
+    notes = left_out(read(NEMO_RL, "run.yaml"))
+    assert "one by one" not in notes and "allgather" not in notes
+    assert "logits stay in 16 bits" in notes
+
+
+def test_the_vocabulary_of_a_recipe_is_that_of_its_tokenizer() -> None:
+    vocabulary = {fact.name: fact.value for fact in recipe("2").stated}["vocabulary"]
+    assert vocabulary == "32001"  # and the end of a document
+    own = recipe("2", '    cfg.tokenizer.tokenizer_type = "NullTokenizer"\n', "")
+    assert {fact.name: fact.value for fact in own.stated}["vocabulary"] == "128256"
+    assert "the vocabulary is that of the tokenizer" in left_out(own)
+
+
+def test_a_recipe_of_fp8_names_the_layers_that_stay_in_bf16() -> None:
+    assert "some layers stay in bf16" in left_out(recipe('precision="bf16_with_fp8_current_scaling_mixed"'))
+    assert "some layers stay in bf16" not in left_out(recipe('precision="bf16_with_fp8_delayed_scaling_mixed"'))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("2, mock=True, seq=3", r"mine\.py:21: make takes no argument mock and 1 more, so Python stops here"),
+        ("2, 4", r"mine\.py:21: make takes 1 arguments, and is called with 2, so Python stops here"),
+        ("**kwargs", "the value of --tensor-model-parallel-size depends on condition"),
+    ],
+)
+def test_an_argument_that_a_function_does_not_take_is_never_left_out(call: str, message: str) -> None:
+    assert recipe("tp=2").layout.tp == 2
+    with pytest.raises(UserError, match=message):
+        recipe(call)
+
+
+def test_documents_of_nemo_are_named(tmp_path: Path) -> None:
+    text = """
+trainer: {devices: 8, precision: bf16}
+model:
+  tensor_model_parallel_size: 1
+  micro_batch_size: 1
+  global_batch_size: 8
+  encoder_seq_length: 512
+  max_position_embeddings: 512
+  num_layers: 2
+  hidden_size: 256
+  num_attention_heads: 4
+  tokenizer: {type: GPT2BPETokenizer}
+  data: {reset_position_ids: false, reset_attention_mask: true}
+"""
+    (tmp_path / "run.yaml").write_text(text)
+    notes = left_out(read_file(str(tmp_path / "run.yaml"), RunInputs()))
+    assert "documents do not attend to each other" in notes and "positions restart" not in notes
