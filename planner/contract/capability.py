@@ -127,7 +127,7 @@ class Execution:
     module: bool  # a torch module computes the layer; else the runtime evaluates its body
     cores: tuple[Core, ...]  # in the order of the node's primitives
     grouped_experts: bool  # one kernel multiplies by the weights of all experts of a device
-    stacked_experts: bool  # it does so with a copy of the weights, in one tensor
+    stacked_experts: bool  # their weights are one parameter, whose gradient a kernel of its own adds
     engine: frozenset[EnginePart] = NO_PARTS  # parts of the module that Transformer Engine computes
     adds_gradients: bool = False  # where DDP has buffers of main gradients, linear layers add to them
     concurrent_experts: bool = False  # products by several experts run at once, each on a stream
@@ -139,7 +139,7 @@ class Execution:
 
     @property
     def holds_extra(self) -> bool:
-        """True if kernels of the node hold memory of their own in the backward pass, beside gradients."""
+        """True if the backward pass of the node holds more than gradients of activations, such as those of weights."""
         return self.stacked_experts or any(core.kernel in BODY_KERNELS for core in self.cores)
 
     def product_adds(self, work: Work) -> bool:

@@ -51,6 +51,8 @@ FIRST_WEIGHTS: Mapping[type[Op], tuple[str, ...]] = MappingProxyType(
 """Feed-forward layers, with the weights before the activation. One parameter has them all."""
 LOCAL_EXPERTS = "experts.local_experts."
 """Prefix of the parameters of one expert, before the expert's number."""
+STACKED_EXPERTS = "experts."
+"""Prefix of the parameters of all experts, where one has the weights of all."""
 
 
 class Role(Enum):

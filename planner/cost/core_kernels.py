@@ -202,11 +202,14 @@ def transient_bytes(facts: Costs, execution: Execution, precision: Precision, cp
     """Return the bytes that kernels of a node hold at once within its backward pass, and free."""
     copies = cp if facts.gathers_sequence else 1
     cores = (_core_bytes(work, core, precision, cp, copies) for work, core in execution.body_cores(facts).items())
-    return max((*cores, _stacked_bytes(facts, precision) if execution.stacked_experts else 0))
+    return max((*cores, _stacked_gradient_bytes(facts, precision) if execution.stacked_experts else 0))
 
 
-def _stacked_bytes(facts: Costs, precision: Precision) -> int:
-    """Return the bytes of the largest stack of expert weights: of all products that read the tokens, or of the last."""
+def _stacked_gradient_bytes(facts: Costs, precision: Precision) -> int:
+    """Return the bytes of the largest gradient of stacked expert weights, which is made before a kernel adds it.
+
+    One parameter has the weights of all products that read the tokens, another those of the last product.
+    """
     weights = [w.count * w.k * w.n for w in facts.work if w.experts and w.kind is WorkKind.PRODUCT]
     return precision.nbytes * max(sum(weights[:-1]), weights[-1])
 

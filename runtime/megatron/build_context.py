@@ -49,6 +49,7 @@ class BuildContext:
     stored_by_rows: frozenset[str] = frozenset()  # shared weights that are stored with `embed` last
     environment: Environment = field(factory=building_environment)
     engine: frozenset[EnginePart] = NO_PARTS  # parts of the node's module that Transformer Engine computes
+    stacked_experts: bool = False  # the weights of all experts of the node are one parameter for each product
     config: TransformerConfig = field(init=False)
 
     @property

@@ -26,7 +26,9 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.weight_shards import gathered_dtype, own_rows, own_values, row_shard
 from megaloom.runtime.weights.views import Box, View, boxes_reader, stored_boxes, symbol, values_of, with_readers
 
+from .experts import StackedExperts
 from .initial_weights import given_weight
+from .moe import Mixture
 from .parameters import Draw, Parameters, Weights, X, is_built_in, local_slots, parameters, rank_shard, shard_position
 
 
@@ -52,7 +54,8 @@ class BuiltNode:
             return full | {n: full[n].T for n in (module.names[i] for i in module.transposed_weights)}
         count = self.node.op.experts // layout.ep if isinstance(self.node.op, MoE) else 0
         local_experts = range(self.groups.ep_rank * count, (self.groups.ep_rank + 1) * count)
-        return parameters(self.node.op, Weights.of(self.node, draw, local_experts))
+        stacked = isinstance(module, Mixture) and isinstance(module.experts, StackedExperts)
+        return parameters(self.node.op, Weights.of(self.node, draw, local_experts), stacked_experts=stacked)
 
     @torch.no_grad()
     def fill(self, draw: Draw) -> None:

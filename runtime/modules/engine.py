@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -59,7 +60,7 @@ def cast_weights_anew(chunks: Sequence[nn.Module]) -> None:
 
 
 class GroupedLayers:
-    """Products of tokens, sorted by expert, by the weights of all local experts, which stay their own parameters.
+    """One linear layer of each local expert, whose products are computed together. Each keeps its own weight.
 
     It is no module: the weights have one name each, that of the expert. adds_gradients: to the buffers of DDP.
     """
@@ -69,6 +70,7 @@ class GroupedLayers:
 
         weight = layers[0].weight
         out_features, in_features = weight.shape
+        self.layers = layers
         self.grouped = te.GroupedLinear(
             len(layers),
             in_features,
@@ -79,9 +81,14 @@ class GroupedLayers:
             device="meta",
         )
 
-    def __call__(self, x: Tensor, ends: Tensor, counts: Tensor, weights: list[Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
         """Return tokens [n, k] times weights [m, k]: the first `counts[0]` times the first weight, and so on."""
-        for i, weight in enumerate(weights):
-            self.grouped._parameters[f"weight{i}"] = weight
+        for i, layer in enumerate(self.layers):  # whose weights sharding replaces
+            self.grouped._parameters[f"weight{i}"] = layer.weight
         out: Tensor = self.grouped(x, counts.tolist())
         return out
+
+    def biases(self) -> Tensor | None:
+        """Return the biases [experts, m], if there are any."""
+        biases = [layer.bias for layer in self.layers]
+        return None if biases[0] is None else torch.stack(biases)

@@ -1,7 +1,8 @@
-"""The local experts of a mixture: one after the other as in megatron-core, or in one grouped matrix product.
+"""The local experts of a mixture: one after the other as in megatron-core, or in grouped matrix products.
 
 `Experts` has the parameter names of megatron-core's SequentialMLP and computes its function. One after the other, the
-kernels of each expert wait for the host; a grouped product needs as few kernels as one layer.
+kernels of each expert wait for the host; a grouped product needs as few kernels as one layer. In `StackedExperts` the
+weights of all experts are one parameter for each product.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer import mlp
@@ -22,6 +23,19 @@ from megaloom.runtime.megatron.recompute import DiscardedOutput
 from . import engine
 
 
+class ExpertProducts(Protocol):
+    """One linear layer of each expert, whose products are computed together."""
+
+    def __call__(self, x: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
+        """Return tokens [n, k] times weights [m, k]: the first `counts[0]`, up to ends[0], times the first, and so on.
+
+        Biases are not added.
+        """
+
+    def biases(self) -> Tensor | None:
+        """Return the biases [experts, m], if there are any."""
+
+
 class Experts(SequentialMLP):
     """megatron-core's experts. With `recompute`, activations are recomputed in the backward pass."""
 
@@ -32,8 +46,8 @@ class Experts(SequentialMLP):
             # and megatron-core could not add their biases in place (mlp.py:247).
             expert.linear_fc2.explicit_expert_comm = True
         self.activation = self._grouped_activation()
-        self.recompute = self.grouped = False  # grouped: one kernel multiplies by the weights of all experts
-        self.products = (torch_products, torch_products)  # of first and second weights, if grouped
+        self.recompute = False
+        self.grouped: tuple[ExpertProducts, ExpertProducts] | None = None  # layers before and after the activation
 
     def _grouped_activation(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the function between the grouped products. megatron-core has a fused kernel of SwiGLU only."""
@@ -49,7 +63,7 @@ class Experts(SequentialMLP):
         """Let Transformer Engine multiply by the weights of all experts. adds_gradients: to the buffers of DDP."""
         layers = [[e.linear_fc1 for e in self.local_experts], [e.linear_fc2 for e in self.local_experts]]
         first, second = (engine.GroupedLayers(each, adds_gradients=adds_gradients) for each in layers)
-        self.products = (first, second)
+        self.grouped = first, second
 
     def recompute_activations(self) -> None:
         """Recompute the activations of all experts in the backward pass."""
@@ -59,63 +73,99 @@ class Experts(SequentialMLP):
 
     def forward(self, x: Tensor, counts: Tensor, scales: Tensor) -> tuple[Tensor, None]:
         """Return the output for tokens [n, embed], sorted by expert, `counts` per expert, times the tokens' scales."""
-        if not self.grouped:
+        if self.grouped is None:
             return super().forward(x, counts, scales)
+        first, second = self.grouped
         ends = counts.to(x.device).cumsum(0, dtype=torch.int32)
-        up = self.products[0](x, ends, counts, [e.linear_fc1.weight for e in self.local_experts])
-        up = add_biases(up, ends, [e.linear_fc1.bias for e in self.local_experts])
+        up = add_biases(first(x, ends, counts), ends, first.biases())
         if not self.recompute or not torch.is_grad_enabled():
             discarded, h = None, self.activation(up, scales)
         else:
             discarded = DiscardedOutput()
             (h,) = discarded.run(lambda up, scales: (self.activation(up, scales),), up, scales)
-        y = self.products[1](h, ends, counts, [e.linear_fc2.weight for e in self.local_experts])
-        y = add_biases(y, ends, [e.linear_fc2.bias for e in self.local_experts], scales)
+        y = add_biases(second(h, ends, counts), ends, second.biases(), scales)
         if discarded:
             discarded.free_after(y)
         return y, None
 
 
-def torch_products(x: Tensor, ends: Tensor, counts: Tensor, weights: list[Tensor]) -> Tensor:
-    """Return `grouped_product` of tokens [n, k], sorted by expert up to `ends`, `counts` per expert."""
-    return grouped_product(x, ends, weights)
+class StackedExperts(Experts):
+    """Experts whose weights are one parameter for each product, by which torch multiplies in one kernel."""
+
+    def __init__(self, num_local_experts: int, *args: Any, **rest: Any) -> None:
+        super().__init__(1, *args, **rest)
+        (expert,) = self.local_experts  # it has the sizes and attributes of each
+        del self.local_experts
+        self.num_local_experts = num_local_experts
+        self.linear_fc1 = StackedLinear(expert.linear_fc1, num_local_experts)
+        self.linear_fc2 = StackedLinear(expert.linear_fc2, num_local_experts)
+        self.grouped = self.linear_fc1, self.linear_fc2
+
+    def recompute_activations(self) -> None:
+        """Recompute the activations of all experts in the backward pass."""
+        self.recompute = True
 
 
-def grouped_product(x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
-    """Return tokens [n, k] times weights [m, k]: tokens up to ends[0] times the first weight, and so on."""
-    out: Tensor = GroupedProduct.apply(x, ends, *weights)
+class StackedLinear(nn.Module):
+    """One linear layer of each expert. The rows of their weights follow one another: a parameter [experts · m, k]."""
+
+    def __init__(self, layer: nn.Module, count: int) -> None:
+        """Allocate the parameters of `count` layers such as this one."""
+        super().__init__()
+        self.count = count
+        self.weight = _repeated(layer.weight, count)
+        self.bias = None if layer.bias is None else _repeated(layer.bias, count)
+
+    def forward(self, x: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
+        out: Tensor = GroupedProduct.apply(x, ends, self.weight)  # type: ignore[no-untyped-call]
+        return out
+
+    def biases(self) -> Tensor | None:
+        """Return the biases [experts, m], if there are any."""
+        return None if self.bias is None else self.bias.view(self.count, -1)
+
+
+def _repeated(p: Tensor, count: int) -> nn.Parameter:
+    """Return a parameter of `count` times the rows of p, sharded as those are."""
+    out = nn.Parameter(p.new_empty(count * len(p), *p.shape[1:]))
+    vars(out).update(vars(p))
+    if getattr(p, "partition_dim", -1) == 0:
+        out.partition_stride = count * getattr(p, "partition_stride", 1)  # type: ignore[attr-defined]
     return out
 
 
 class GroupedProduct(torch.autograd.Function):
-    """Autograd function of `grouped_product`. The backward pass stacks the weights again; the stack is not saved."""
+    """Tokens [n, k] times weights [experts · m, k]: tokens up to ends[0] times the first m rows, and so on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, ends, *weights)
-        return torch._grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
+    def forward(ctx: Any, x: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends, weights)
+        return torch._grouped_mm(x, weights.view(len(ends), -1, weights.shape[1]).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends, *weights = ctx.saved_tensors
+        x, ends, weights = ctx.saved_tensors
         dy = gradients[0].contiguous()
-        dx = torch._grouped_mm(dy, torch.stack(weights), offs=ends)  # first: the stack is freed before dw is made
-        dw = torch._grouped_mm(dy.T, x, offs=ends)
-        return dx, None, *dw.unbind()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch._grouped_mm(dy, weights.view(len(ends), -1, weights.shape[1]), offs=ends)
+        if ctx.needs_input_grad[2]:
+            dw = torch._grouped_mm(dy.T, x, offs=ends).flatten(0, 1)
+        return dx, None, dw
 
 
-def add_biases(x: Tensor, ends: Tensor, biases: list[Tensor | None], scales: Tensor | None = None) -> Tensor:
-    """Return tokens [n, m], sorted by expert up to `ends`, plus the bias [m] of each token's expert, if there are any.
+def add_biases(x: Tensor, ends: Tensor, biases: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    """Return tokens [n, m], sorted by expert up to `ends`, plus the bias of each token's expert, if there are any.
 
-    scales: [n], by which a token's bias is multiplied. A product with rows of one 1 adds the biases and, in the
-    backward pass, sums their gradients.
+    biases: [experts, m]. scales: [n], by which a token's bias is multiplied. A product with rows of one 1 adds the
+    biases and, in the backward pass, sums their gradients.
     """
-    if biases[0] is None:
+    if biases is None:
         return x
     tokens = torch.arange(len(x), device=x.device, dtype=ends.dtype)
     rows = nn.functional.one_hot(torch.searchsorted(ends, tokens, right=True), len(biases)).to(x.dtype)
     rows = rows if scales is None else rows * scales[:, None].to(x.dtype)
-    return torch.addmm(x, rows, torch.stack([b for b in biases if b is not None]))
+    return torch.addmm(x, rows, biases)
 
 
 def gated_units(

@@ -22,7 +22,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.ops.routing import top_k_experts
 
-from .experts import Experts
+from .experts import Experts, StackedExperts
 from .layers import LINEARS
 from .permutation import permute, unpermute
 
@@ -37,7 +37,7 @@ class Mixture(moe_layer.MoELayer):
     ) -> None:
         groups = context.groups
         parts = moe_layer.MoESubmodules(
-            experts=ModuleSpec(Experts, submodules=LINEARS),
+            experts=ModuleSpec(StackedExperts if context.stacked_experts else Experts, submodules=LINEARS),
             shared_experts=ModuleSpec(SharedExperts, params={"own_config": shared}, submodules=LINEARS),
             router=partial(Router, op),
         )

@@ -15,7 +15,13 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl import MoE, Node, Op, Slot, UserError, Value
-from megaloom.planner.contract.module_kinds import LOCAL_EXPERTS, Parameter, module_kind, module_parameters
+from megaloom.planner.contract.module_kinds import (
+    LOCAL_EXPERTS,
+    STACKED_EXPERTS,
+    Parameter,
+    module_kind,
+    module_parameters,
+)
 from megaloom.runtime.megatron.padded_shards import with_padding
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.weights.views import View, values_of
@@ -53,7 +59,13 @@ class Weights:
         split = joined.ndim - len(p.columns)
         return joined.flatten(split).flatten(0, split - 1) if p.columns else joined.flatten()
 
-    def _rows_first(self, name: str | Value, columns: tuple[str, ...], expert: int | None) -> Any:
+    def stacked_parameter(self, p: Parameter) -> Any:
+        """Return a parameter of all wanted experts: the rows of each, one expert after the other."""
+        whole = [self._rows_first(name, p.columns) for name in p.weights]  # [experts, rows, columns]
+        parts = [part.narrow(0, self.experts.start, len(self.experts)) for part in whole]
+        return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).flatten(0, 1)
+
+    def _rows_first(self, name: str | Value, columns: tuple[str, ...], expert: int | None = None) -> Any:
         """Return a weight, or that of one expert, with the dims of a row last."""
         slot = self.slots[name] if isinstance(name, str) else next(s for s in self.slots.values() if s.value is name)
         dims = [d.name for d in (slot.dims if expert is None else slot.value.shape.dims)]
@@ -66,8 +78,10 @@ def local_slots(node: Node) -> dict[str, Slot]:
     return {s.name.removeprefix(f"{node.name}."): s for s in node.weights}
 
 
-def parameters(op: Op, w: Weights) -> Parameters:
+def parameters(op: Op, w: Weights, *, stacked_experts: bool = False) -> Parameters:
     """Return the full parameters, by name, of the module that `registry.build_module` builds for an op.
+
+    stacked_experts: one parameter has the rows of all experts.
 
     Those of a module of megatron-core are rearrangements of weights, so they serve tensors and views. A layer with its
     own torch module has a method `parameters(self, w)`, which gets tensors in host memory and may compute
@@ -83,6 +97,8 @@ def parameters(op: Op, w: Weights) -> Parameters:
         )
     rows = module_parameters(op)
     out = {p.name: w.parameter(p) for p in rows if not p.of_expert}
+    if stacked_experts:
+        return out | {f"{STACKED_EXPERTS}{p.name}": w.stacked_parameter(p) for p in rows if p.of_expert}
     for local, expert in enumerate(w.experts):
         out |= {f"{LOCAL_EXPERTS}{local}.{p.name}": w.parameter(p, expert) for p in rows if p.of_expert}
     return out

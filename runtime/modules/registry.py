@@ -48,15 +48,13 @@ from .moe import Mixture
 def build_module(node: Node, context: BuildContext) -> nn.Module:
     """Return the torch module of a node. Raise UserError if the node cannot be trained."""
     execution = context.execution(node)
-    context = evolve(context.of_node(node), engine=execution.engine)
+    context = evolve(context.of_node(node), engine=execution.engine, stacked_experts=execution.stacked_experts)
     if not execution.module:
         return Body(node, context, execution)
     op: Any = node.op
     kind = module_kind(op)
     constructor = None if kind is None else CONSTRUCTORS.get(kind.op)
     module: nn.Module = op.module(context) if constructor is None else constructor(op, context)
-    if isinstance(module, Mixture):
-        module.experts.grouped = execution.grouped_experts
     if any(s.frozen for s in node.weights):
         if any(s.trained for s in node.weights):
             raise UserError(f"{node.name} has frozen and trained weights, so it cannot run as a torch module")

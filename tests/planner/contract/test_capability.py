@@ -130,7 +130,7 @@ def test_parts_that_the_engine_computes(layer: Layer, split: Split, parts: set[s
         assert [core.kernel for core in found.cores] == [AttentionKernel.TRANSFORMER_ENGINE]
     else:
         assert [core.kernel for core in found.cores] == [core.kernel for core in without.cores]
-    if "EXPERTS" in parts:  # whose weights are not copied into one tensor
+    if "EXPERTS" in parts:  # each of which has its own parameters
         assert found.grouped_experts and not found.stacked_experts
     assert not execution(engine, layer, split, Precision.FP32).engine
 

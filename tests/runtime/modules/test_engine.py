@@ -51,7 +51,6 @@ def curve(plan: Plan, grouped: bool) -> tuple[verify.Curve, list[str]]:
 
     if grouped:
         Experts.__init__ = build  # type: ignore[method-assign]
-        Experts.grouped = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
     made = Engine.build
     Engine.build = lambda *args, **rest: _noted(made(*args, **rest), names)  # type: ignore[assignment, method-assign]
     return verify.short_run(plan, 3, 1234), names

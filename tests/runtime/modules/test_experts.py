@@ -1,62 +1,70 @@
-"""Grouped expert products give the results of one product per expert, on any layout."""
+"""Grouped experts compute what one product per expert computes, on any layout, and have few gradients to add."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training import verify
+from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.stacked_experts import stack_experts
 
+MIXTRAL = "tiny_mixtral"
 LAYOUTS = {
-    "EP2": ("tiny_mixtral", Layout(dp=2, ep=2, shard="optimizer")),
-    "TP2 SP ETP2": ("tiny_mixtral", Layout(tp=2, sequence_parallel=True, etp=2)),
+    "EP2": (MIXTRAL, Layout(dp=2, ep=2, shard="optimizer")),
+    "DP2": (MIXTRAL, Layout(dp=2)),
+    "DP2, overlapped": (MIXTRAL, Layout(dp=2, shard="optimizer", overlaps=("gradients", "weights"))),
+    "TP2 SP ETP2": (MIXTRAL, Layout(tp=2, sequence_parallel=True, etp=2)),
+    "PP2 VPP2, recomputed": (MIXTRAL, Layout(pp=2, vpp=2, recompute=Recompute.FULL)),
     "shared ones, activations made again": (
         "tiny_deepseek_v3",
         Layout(recompute=Recompute.SELECTIVE, recompute_modules=("moe_act", "layernorm")),
     ),
+    "sharded gradients, EP2": (MIXTRAL, Layout(dp=4, ep=2, shard="gradients")),
+    "sharded weights": ("tiny_gpt_oss", Layout(dp=2, shard="weights")),
+    "sharded weights, ETP2": (MIXTRAL, Layout(dp=4, etp=2, shard="weights", recompute=Recompute.FULL)),
+    "frozen ones": ("tiny_experts_lora", Layout(dp=2, shard="optimizer")),
     "biases": ("tiny_gpt_oss", Layout()),
     "biases, EP2": ("tiny_gpt_oss", Layout(dp=2, ep=2)),
 }
 
 
-def curves(plan: Plan, together: bool) -> tuple[verify.Curve, int]:
-    """On each rank: three steps, and how many products of several experts there were."""
-    from megaloom.runtime.modules import experts
+def outcome(plan: Plan, stacked: bool) -> tuple[verify.Curve, dict[str, torch.Tensor], list[str]]:
+    """On each rank: three steps; the gradients of another, on rank 0; the names of parameters of experts."""
+    from megaloom.runtime.engine.engine import Engine
 
-    plain, calls = experts.grouped_product, 0
-
-    def counted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return plain(*args)
-
-    experts.grouped_product = counted
-    if together:
-
-        def grouped(self: Any) -> bool:
-            return len(self.local_experts) > 1
-
-        experts.Experts.grouped = property(grouped, lambda self, value: None)  # type: ignore[assignment]
-    return verify.short_run(plan, 3, 1234), calls
+    if stacked:
+        stack_experts()
+    curve = verify.short_run(plan, 3, 1234)
+    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=2))
+    found = engine.gradients(lambda i: next_token(random_text(i, 61, 32)))
+    names = [name for chunk in engine.model_chunks for name, _ in chunk.named_parameters() if ".experts." in name]
+    return curve, {name: g.value for name, g in (found or {}).items()}, names
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
-def test_experts_together_compute_what_each_does(row: str, plan_of: Any) -> None:
+def test_stacked_experts_compute_what_each_does(row: str, plan_of: Any) -> None:
     name, layout = LAYOUTS[row]
     plan = plan_of(name, layout)
-    (one, none), (all_, some) = (
-        launcher.run(curves, (plan, grouped), layout.world, timeout=LIMIT)[0] for grouped in (False, True)
-    )
+    ranks, stacked = (launcher.run(outcome, (plan, how), layout.world, timeout=LIMIT) for how in (False, True))
+    (one, expected, _), (all_, found, _) = ranks[0], stacked[0]
     comparison = verify.Comparison(all_, one, 1e-6)
     assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"
-    assert none == 0
-    assert some > 0
+    assert found.keys() == expected.keys() and expected
+    for weight, value in found.items():
+        assert torch.allclose(value, expected[weight], rtol=1e-4, atol=1e-6 * float(value.abs().max())), weight
+    single, few = ([name for *_, names in each for name in names] for each in (ranks, stacked))
+    assert single and all(".local_experts." in name for name in single)
+    assert few and all(re.search(r"\.experts\.linear_fc[12]\.(weight|bias)$", name) for name in few)
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])
