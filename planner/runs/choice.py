@@ -23,6 +23,8 @@ DEGREES = (
     "--global-batch-size",
     "--train-iters",
 )
+STARTERS = frozenset({"setup_experiment.py"})
+"""Programs of Megatron-Bridge's scripts/performance, which find the recipe by words of their own."""
 SHOWN_FLAGS = 4  # flags that a command is told apart by
 SHOWN_COMMANDS = 20
 
@@ -110,11 +112,18 @@ def _values(launch: Launch) -> Mapping[str, str]:
 def no_launch(script: Script, path: str) -> UserError:
     """Return the error for a script that starts no training of Megatron-LM, with what is not known of it."""
     causes = dict.fromkeys((*_undecided(script), *script.unknown))
+    for command in script.commands:
+        for word in command.words:
+            if PurePath(word.text).name in STARTERS:
+                what = f"{word.origin}: {PurePath(word.text).name} trains a recipe of Megatron-Bridge"
+                return UserError(f"{what}\nread the file of the recipe, with its changes after `--`")
     names = [cause.name for cause in causes if cause.kind == "variable" and cause.name.isidentifier()]
     unknown = ", ".join(f"{one.kind} {printable(one.name)}" for one in causes)
     hint = f"\nnot known: {unknown}" if unknown else ""
     if names:
         hint += f"\ngive {' '.join(f'--env {name}=…' for name in names)} (nothing after = for an empty one)"
+    elif script.left and not unknown:
+        hint = f"\nthe script stops at {script.left}: exit"
     elif script.defined and not unknown and not script.commands:
         hint = f"\nit only sets {' and '.join(script.defined[:SHOWN_FLAGS])}: give the script that sources it"
     return UserError(f"{printable(path)} starts no training of Megatron-LM that could be found{hint}")

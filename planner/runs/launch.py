@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
+from types import MappingProxyType
 
 from attrs import evolve, frozen
 
@@ -54,6 +55,9 @@ OTHER_PROGRAMS = {
     "quantize": "nothing: it quantizes a model",
 }
 USUAL_PROGRAM = "pretrain_gpt.py"
+MPI = frozenset({"mpirun", "mpiexec", "orterun"})
+MPI_NAMES = {"-n": "np", "-c": "np", "-N": "npernode", "-ppn": "npernode"}
+SLURM_NAMES = {"-N": "nodes", "-n": "ntasks"}
 MACHINES = ("nnodes", "num_nodes", "nodes")
 PER_MACHINE = ("nproc_per_node", "num_gpus", "gpus_per_node", "ntasks_per_node")
 _SETTING = re.compile(r"\+{0,2}[a-z_]+(\.[a-z_]+)+=")
@@ -94,11 +98,12 @@ def check_first_words(script: Script) -> None:
             )
 
 
-def check_ending(text: str, path: str) -> None:
-    """Raise UserError for a script whose last line is to be continued: it has lost its end."""
+def lost_ending(text: str, path: str) -> Iterator[Note]:
+    """Yield a note on a script whose last line is to be continued, as of one that has lost its end."""
     lines = text.rstrip().splitlines()
     if lines and lines[-1].endswith("\\"):
-        raise UserError(f"{path}:{len(lines)}: the last line ends with a backslash, so the script has lost its end")
+        what = "the last line ends with a backslash: flags may have stood on a line that is lost"
+        yield Note(what, Origin(path, len(lines)))
 
 
 def started_by(command: Command) -> Launch:
@@ -148,6 +153,7 @@ def _split(words: Sequence[Word]) -> Iterator[Word]:
         inner = word.text
         if " " in inner and ".py" in inner and any(mark in inner for mark in MARKS):
             try:
+                inner = inner.replace("\\\n", " ")  # lines that are continued, between single quotes
                 yield from (evolve(word, text=text) for text in shlex.split(inner, comments=True))
                 continue
             except ValueError:
@@ -157,8 +163,9 @@ def _split(words: Sequence[Word]) -> Iterator[Word]:
 
 def unread_counts(launch: Launch, sbatch: Mapping[str, Word]) -> Iterator[Note]:
     """Yield the numbers of machines and processes that are stated and not known, each with the reason."""
-    options, slurm = _options(launch.before), {name.replace("-", "_"): word for name, word in sbatch.items()}
+    options, slurm = _options(launch.before), _of_job(launch, sbatch)
     stated = [(name, options[name]) for name in (*MACHINES, *PER_MACHINE) if name in options]
+    stated += [("np", one) for one in _mpi_options(launch.before).values()][:1]
     stated += [(name, slurm[name]) for name in OF_SLURM if name in slurm]
     for name, word in stated:
         if _number(word) is None:
@@ -168,13 +175,20 @@ def unread_counts(launch: Launch, sbatch: Mapping[str, Word]) -> Iterator[Note]:
 
 
 def launched_devices(launch: Launch, sbatch: Mapping[str, Word]) -> Devices | None:
-    """Return the devices that a launcher and Slurm's options state; None if they do not, or not as whole numbers."""
-    options, slurm = _options(launch.before), {name.replace("-", "_"): word for name, word in sbatch.items()}
+    """Return the devices that a launcher and the batch system state; None if they do not, or not as whole numbers."""
+    options, slurm = _options(launch.before), _of_job(launch, sbatch)
     if (world := launch.command.environment.get("WORLD_SIZE")) and (count := _number(world)):
         return Devices(count, None, world.origin)
+    if mpi := _mpi_options(launch.before):
+        total, each = _first(mpi, ("np",)), _first(mpi, ("npernode",))
+        if total:
+            return Devices(total[0], each[0] if each else None, total[1])
+        options = {}  # of which -n and -N are MPI's
     each = _first(options, PER_MACHINE) or _first(slurm, ("gpus_per_node", "ntasks_per_node"))
     machines = _first(options, MACHINES) or _first(slurm, ("nodes",))
     if machines is None and ({*MACHINES} & options.keys() or "nodes" in slurm):
+        return None
+    if {*PER_MACHINE} & options.keys() and _first(options, PER_MACHINE) is None:
         return None
     if each is None:
         total = _first(slurm, ("gpus", "ntasks"))
@@ -185,13 +199,36 @@ def launched_devices(launch: Launch, sbatch: Mapping[str, Word]) -> Devices | No
     return Devices((machines[0] if machines else 1) * each[0], each[0], (machines or each)[1])
 
 
-def _options(words: Sequence[Word]) -> dict[str, Word]:
-    """Return the options of a launcher by name, with underscores."""
+def _of_job(launch: Launch, sbatch: Mapping[str, Word]) -> dict[str, Word]:
+    """Return what a batch system is asked for: by the lines of the file, or in the job that a script submits."""
+    if sbatch:
+        return {name.replace("-", "_"): word for name, word in sbatch.items()}
+    variables = {
+        "SLURM_NNODES": "nodes",
+        "SLURM_GPUS_ON_NODE": "gpus_per_node",
+        "SLURM_NTASKS_PER_NODE": "ntasks_per_node",
+    }
+    environment = launch.command.environment
+    return {name: environment[variable] for variable, name in variables.items() if variable in environment}
+
+
+def _mpi_options(words: Sequence[Word]) -> dict[str, Word]:
+    """Return how many processes mpirun starts, in all and on a machine; nothing where torchrun starts them."""
+    names = [PurePath(word.text).name for word in words]
+    at = next((position for position, name in enumerate(names) if name in MPI), None)
+    if at is None or {"torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed"} & {*names}:
+        return {}
+    options = _options(words[at:], MPI_NAMES)
+    return {name: options[name] for name in ("np", "npernode") if name in options}
+
+
+def _options(words: Sequence[Word], short: Mapping[str, str] = MappingProxyType(SLURM_NAMES)) -> dict[str, Word]:
+    """Return the options of a launcher by name, with underscores. short: names of those with one dash."""
     found: dict[str, Word] = {}
     for i, word in enumerate(words):
         name, equals, attached = word.text.partition("=")
         if name.startswith("-"):
-            key = {"-N": "nodes", "-n": "ntasks"}.get(name, name.lstrip("-").replace("-", "_"))
+            key = short.get(name, name.lstrip("-").replace("-", "_"))
             if equals:
                 found[key] = evolve(word, text=attached)
             elif i + 1 < len(words):

@@ -16,16 +16,16 @@ from .deepspeed_file import deepspeed_words
 from .launch import (
     USUAL_PROGRAM,
     Launch,
-    check_ending,
     check_first_words,
     check_program,
     launched_devices,
+    lost_ending,
     started_by,
     training_commands,
     unread_counts,
 )
 from .launcher_options import unknown_options
-from .megatron.log import is_log, read_log
+from .megatron.log import check_beginning, is_log, read_log
 from .megatron.parser import parse_words, table
 from .megatron.read import ArgumentSource, Hints, read_run
 from .own_plan import is_own_plan, plan_run
@@ -80,6 +80,7 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
     text = text.removeprefix(BYTE_ORDER_MARK)
     if is_log(text):
         return read_log(text, path, given.devices, given.hints)
+    check_beginning(text, path)
     if Path(path).suffix.lower() in SETTINGS:
         overrides = [Word(text, Origin("--", n)) for n, text in enumerate(given.positional, 1)]
         settings = settings_text(text, path, given.environment, overrides, lambda flag: flag in table(), given.flags)
@@ -96,9 +97,9 @@ def read_text(text: str, path: str, given: RunInputs) -> TrainingRun:
         )
     if is_argument_file(text):
         return _of_arguments(text, path, given)
-    check_ending(text, path)
     run = _of_script(script_of_text(text, path, given.environment, given.positional), path, given)
-    return evolve(run, assumed=(*run.assumed, WINDOWS_LINES)) if "\r\n" in text else run
+    windows = (WINDOWS_LINES,) if "\r\n" in text else ()
+    return evolve(run, assumed=(*lost_ending(text, path), *run.assumed, *windows))
 
 
 def _of_python(text: str, path: str, given: RunInputs) -> TrainingRun:
@@ -132,8 +133,17 @@ def _of_arguments(text: str, path: str, given: RunInputs) -> TrainingRun:
     return read_run(arguments, ArgumentSource(path, Devices(given.devices), hints=given.hints))
 
 
+def _states_layers(*words: Sequence[Word]) -> bool:
+    return any(word.text.partition("=")[0] == "--num-layers" for several in words for word in several)
+
+
 def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> TrainingRun:
     """Return the run of a settings file, or of settings on a command line."""
+    for lacking in settings.unknown:
+        raise UserError(
+            f"{lacking.origin}: the parent file {printable(lacking.name)} is not there, and what it sets is not known\n"
+            "run this in its repository, or put the file there"
+        )
     assumed = f"{settings.framework}'s settings as flags of Megatron-LM; the prediction is for Megatron-core"
     left_out: tuple[Note, ...] = ()
     if settings.framework == "torchtitan":
@@ -141,7 +151,7 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
         left_out = tuple(Note(text, origin) for text, origin in left_out_of_torchtitan(options))
         words = tuple(torchtitan_words(settings.words, path, given.devices))
         settings = evolve(settings, words=words, program="train.py")
-    elif settings.model and not any(word.text == "--num-layers" for word in settings.words):
+    elif settings.model and not _states_layers(settings.words):
         name = settings.model
         model = published_model(name.text)
         if model is None:
@@ -150,13 +160,20 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
             raise UserError(f"{name.origin}: {settings.framework} trains {printable(name.text)}{why}")
         settings = evolve(settings, words=(*model.words(name), *settings.words))
         assumed += f"; the sizes of {name.text} as it was published"
+    elif settings.framework == "Megatron-Bridge" and not _states_layers(settings.words, given.flags):
+        raise UserError(
+            f"{path} states no model: it changes a recipe of Megatron-Bridge\n"
+            "read the recipe with these changes after `--`, as in `-- train.global_batch_size=64`"
+        )
     run = _of_script(settings.script(path), path, evolve(given, command=None), of_settings=True)
-    again = [
-        Note(f"{shortened(one.text, 60)} stands again: its last value counts", one.origin) for one in settings.repeated
-    ]
     defaults = run.defaults or f"{run.program} {run.version}".strip()
     run = evolve(run, program=settings.framework, version=settings.version, defaults=defaults)
-    return evolve(run, assumed=(Note(assumed), *run.assumed, *again), notes=(*run.notes, *left_out))
+    return evolve(run, assumed=(Note(assumed), *run.assumed, *_again(settings.repeated)), notes=(*run.notes, *left_out))
+
+
+def _again(repeated: Sequence[Word]) -> list[Note]:
+    """Return the notes on settings and options that stand again with another value."""
+    return [Note(f"{shortened(one.text, 60)} stands again: its last value counts", one.origin) for one in repeated]
 
 
 def _of_script(script: Script, path: str, given: RunInputs, *, of_settings: bool = False) -> TrainingRun:
@@ -185,7 +202,7 @@ def _of_script(script: Script, path: str, given: RunInputs, *, of_settings: bool
         stated = launched_devices(launch, script.sbatch)
     unread = () if is_slime(chosen.launch.words) else tuple(unread_counts(launch, script.sbatch))
     devices = _devices(stated, given.devices, launch, unread)
-    assumed += (*unread, *unknown_options(launch.before, script.sbatch))
+    assumed += (*unread, *unknown_options(launch.before, script.sbatch), *_again(script.repeated))
     if (name := Path(launch.program.text).name) != USUAL_PROGRAM:
         assumed.append(Note(f"{shortened(name, 40)} trains as Megatron-LM's {USUAL_PROGRAM}", launch.program.origin))
     matter = [one for one in script.assumed if not (one.name.startswith(OF_LAUNCH) or one.name.endswith(SECRETS))]

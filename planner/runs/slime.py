@@ -29,6 +29,10 @@ OF_SLIME = (
 """Flags of slime that are read."""
 
 
+OTHERS = frozenset({"--rm-type", "--n-samples-per-eval-prompt"})
+"""Flags of slime that are not read, though they are nearly spelled as others that are."""
+
+
 def is_slime(words: Sequence[Word]) -> bool:
     """Return whether a command's flags are those of slime."""
     return any(word.text == MARK for word in words)
@@ -112,7 +116,7 @@ def _known(words: Sequence[Word]) -> Iterator[Word]:
 def _may_be_meant(name: str) -> bool:
     """Return whether a flag is none of slime that is read, but an abbreviation of one, or nearly spelled as one."""
     read = [flag.name for flag in FIELD_FLAGS] + [*OF_SLIME]
-    return name not in OF_SLIME and any(one.startswith(name) or nearly_spelled(name, one) for one in read)
+    return name not in (*OF_SLIME, *OTHERS) and any(one.startswith(name) or nearly_spelled(name, one) for one in read)
 
 
 def _values(words: Sequence[Word]) -> dict[str, Word]:

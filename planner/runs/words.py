@@ -69,4 +69,6 @@ class Script:
     unknown: tuple[Unknown, ...] = ()
     assumed: tuple[Unknown, ...] = ()
     files: Mapping[str, str] = field(factory=dict, hash=False)
+    repeated: tuple[Word, ...] = ()  # options of `#SBATCH` lines that stand again with another value
+    left: Origin | None = None  # the `exit` at which the script stops
     defined: tuple[str, ...] = ()  # names of the variables that hold at least two flags in the end

@@ -15,12 +15,14 @@ DEEPSPEED_FIELDS = (
     switch_flag("embed-layernorm"),
     value_flag("pp-partition-method", str),
     value_flag("tokenizer-name-or-path", str),
+    value_flag("num-key-value-heads", int),
 )
 FORK_SWITCHES = """
 deepspeed-activation-checkpointing abort-on-unmet-fused-kernel-constraints universal-checkpoint
 use-checkpoint-lr-scheduler
 override-lr-scheduler deepspeed_mpi|deepspeed-mpi no-pipeline-parallel create-moe-param-group profile-backward
 sync-tp-duplicated-parameters log-optimizer-states-to-tensorboard use-mpi no-load-lr-state reset-iteration
+no-query-key-layer-scaling:apply_query_key_layer_scaling reproduce use-hip-profiler verify-checkpoint
 enable-hf2mg-convert no-shared-storage is-instruction-dataset tokenizer-not-use-fast
 """
 FORK_VALUES = """
@@ -30,7 +32,9 @@ train-weighted-split-paths-path valid-weighted-split-paths-path test-weighted-sp
 log-level-replica trigger-path max-padding-length patch-tokenizer-type dataset train-mode extra-vocab-size
 inference-batch-size wandb-name wandb-id handler-name model-type-hf prompt-type goldfish-k goldfish-h ademamix-alpha
 ademamix-beta3 ademamix-beta3-warmup ademamix-alpha-warmup kd-beta-ce kd-alpha-ce kd-temp load-teacher
-num-layers-teacher hidden-size-teacher num-attention-heads-teacher
+num-layers-teacher hidden-size-teacher num-attention-heads-teacher rank world-size dist-url wandb-group-name
+router-aux-loss-coef verify-checkpoint-model-type save-distrib-optimizer-method
+load-distrib-optimizer-method
 """
 FORK_SEVERAL = "train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths"
 FORK_LITTLE = """
@@ -41,8 +45,12 @@ use-z-loss ; 0 ; - ; the loss has one more term
 norm-target-loss ; 0 ; - ; sequences have other weights in the loss
 goldfish-loss ; 0 ; - ; some tokens are left out of the loss
 qknorm-impl ; 1 ; te ; norms of queries and keys run another kernel
+use-flash-attn-v1 ; 0 ; - ; the prediction has the fastest attention of the device anyway
+use-flash-attn-v2 ; 0 ; - ; the prediction has the fastest attention of the device anyway
+use-flash-attn-builder ; 0 ; - ; the prediction has the fastest attention of the device anyway
 use-flash-attn-triton ; 0 ; - ; attention runs another kernel
-use-fused-rmsnorm ; 0 ; - ; norms run a kernel of MindSpeed
+use-fused-rmsnorm ; ? ; 0 ; norms run a kernel of the fork
+overlap-ep-comm-with-split-attn ; 0 ; - ; attention in two parts hides more of the all-to-all
 use-fused-swiglu ; 0 ; - ; the activation runs a kernel of MindSpeed
 use-fused-rotary-pos-emb ; 0 ; - ; rotary positions run a kernel of MindSpeed
 moe-permutation-async-comm ; 0 ; - ; MindSpeed hides a part of the all-to-all
@@ -54,6 +62,14 @@ moe-expert-parallel-size ; 1 ; 1 ; experts of DeepSpeed are not modelled
 moe-loss-coeff ; 1 ; 0.1,0.01 ; experts of DeepSpeed are not modelled
 moe-train-capacity-factor ; 1 ; 1.0 ; experts of DeepSpeed are not modelled
 disable-moe-token-dropping ; 0 ; - ; experts of DeepSpeed are not modelled
+moe-type ; 1 ; None ; experts of this fork are not modelled
+qk-nope-head-dim ; 1 ; 128 ; Pai-Megatron-Patch does not use it, so --qk-head-dim stays 128
+qk-rope-head-dim ; 1 ; 64 ; Pai-Megatron-Patch does not use it, so --qk-pos-emb-head-dim stays 64
+distribute-checkpointed-activations ; 0 ; - ; \
+inputs of recomputed layers that tensor-parallel ranks share are not modelled
+enable-zb-runtime ; 0 ; - ; schedules without bubbles are not modelled
+enable-zero-bubble ; 0 ; - ; schedules without bubbles are not modelled
+zero-bubble-v-schedule ; 0 ; - ; schedules without bubbles are not modelled
 partition-activations ; 0 ; - ; saved activations that tensor-parallel ranks share are not modelled
 split-transformers ; 0 ; - ; recompute of halves of layers is not modelled
 contigious-checkpointing ; 0 ; - ; saved activations in one buffer are not modelled

@@ -117,7 +117,7 @@ glu-linear-offset ; 1 ; 0.0 ; the gated activation has an offset
 activation-func-clamp-value ; 1 ; None ; the activation is clamped
 """
 REFUSED = """
-optimizer ; 1 ; adam ; only Adam is modelled, with its two moments
+optimizer ; 1 ; adam,adamw,fusedadamw ; only Adam is modelled, with its two moments
 batch-size ; 1 ; None ; Megatron-LM has dropped it: use --micro-batch-size
 model-parallel-size ; 1 ; None ; Megatron-LM has dropped it: use --tensor-model-parallel-size
 warmup ; 1 ; None ; Megatron-LM has dropped it: use --lr-warmup-fraction

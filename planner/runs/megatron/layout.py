@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from megaloom.planner.contract.choices import (
     GradReduce,
     Module,
@@ -51,7 +53,7 @@ def read_layout(a: Arguments, world: int) -> Layout:
         ep=a["expert_model_parallel_size"],
         etp=(a["expert_tensor_parallel_size"] or tp) if moe else 1,
         sequence_parallel=a["sequence_parallel"] and tp > 1,
-        micro_batch=a["micro_batch_size"] or refuse_run(a, MICROBATCH_SIZE_MISSING),
+        micro_batch=a["micro_batch_size"] or _refuse_micro_batch(a),
         recompute=recompute,
         shard=shard,
         recompute_modules=modules,
@@ -62,6 +64,14 @@ def read_layout(a: Arguments, world: int) -> Layout:
         grad_reduce=_grad_reduce(a),
         replicas=a["num_distributed_optimizer_instances"] if shard in STRATEGIES else 1,
     )
+
+
+def _refuse_micro_batch(a: Arguments) -> NoReturn:
+    """Raise UserError for a run that states no micro-batch, as one that packs its sequences by tokens."""
+    if "pack_sequences" not in a.given:
+        refuse_run(a, MICROBATCH_SIZE_MISSING)
+    what = "micro-batches are packed up to a number of tokens, so the file states no number of sequences"
+    refuse_run(a, what, "pack_sequences", instead="give the usual number of them: --set micro-batch-size=4")
 
 
 def _shard(a: Arguments) -> Shard:

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.quoting import shortened
-from megaloom.planner.runs.iterations import iterations_of, max_allocated, measured_step
+from megaloom.planner.runs.iterations import MEGATRON_LINE, iterations_of, max_allocated, measured_step
 from megaloom.planner.runs.run import Devices, Note, TrainingRun
 from megaloom.planner.runs.words import Origin, Word
 
@@ -27,6 +27,16 @@ LISTING_BEGIN = re.compile(r"-{10,} arguments -{10,}")
 LISTING_END = re.compile(r"-{10,} end of arguments -{10,}")
 ARGUMENT = re.compile(r"(?:^|\s)([A-Za-z_]\w*) \.{2,} (.*?)\s*$")  # launchers may write a prefix before it
 VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
+
+
+def check_beginning(text: str, path: str) -> None:
+    """Raise UserError for a part of a log: its first line is an iteration, and the list of arguments is missing."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    if MEGATRON_LINE.search(first) and not first.lstrip().startswith("#"):
+        raise UserError(
+            f"{path} begins with iterations: the list of arguments, which a log has before them, is missing\n"
+            "give the log from its beginning, or the script that starts it with --measured SECONDS"
+        )
 
 
 def is_log(text: str) -> bool:

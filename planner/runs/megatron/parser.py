@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import takewhile
@@ -22,6 +23,8 @@ from .harmless_flags import HARMLESS
 from .judged_flags import JUDGED
 from .newer_flags import NEWER_FIELDS, NEWER_FLAGS
 
+WRITTEN = re.compile(r"[0-9]+\.[0-9]*(e\+?[0-9]+)?|[0-9]+e\+?[0-9]+", re.IGNORECASE)
+WHOLE_FLOATS = 2**53  # below which a float is every whole number
 UNKNOWN_FLAG = "is not a known flag"
 EVERY_UNKNOWN = "unknown"  # what --ignore-flag calls all flags that are not known
 STRAY = "a word that belongs to no flag, at which the program stops; an array without quotes splits its words"
@@ -159,7 +162,7 @@ def parse_words(words: Sequence[Word], *, of_settings: bool = False) -> Argument
         else:
             taken = values[: _most(found)]
             at += len(taken)
-        one = _read(found, word, taken)
+        one = _read(found, word, tuple(map(_whole, taken)) if of_settings and found.kind is int else taken)
         if isinstance(one, Trouble):
             trouble.append(one)
         else:
@@ -218,7 +221,17 @@ def _shown(name: str) -> str:
 
 def _most(flag: Flag) -> int:
     """Return the most values that a flag takes."""
-    return 10_000 if flag.nargs in "+*" else int(flag.nargs)
+    return 10_000 if flag.nargs in "+*" else 1 if flag.nargs == "?" else int(flag.nargs)
+
+
+def _whole(word: Word) -> Word:
+    """Return a whole number that a settings file writes as 1000000.0 or 1e6 without its point and its exponent."""
+    try:
+        number = float(word.text)
+    except ValueError:
+        return word
+    is_whole = WRITTEN.fullmatch(word.text) and number.is_integer() and abs(number) < WHOLE_FLOATS
+    return evolve(word, text=str(int(number))) if is_whole else word
 
 
 def _read(flag: Flag, word: Word, taken: tuple[Word, ...]) -> GivenArgument | Trouble:

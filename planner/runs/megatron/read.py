@@ -28,6 +28,7 @@ from .versions import check_version, defaults_of, least_release, other_releases
 from .vocabulary import vocabulary
 
 PROGRAM = "Megatron-LM"
+LOWER_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 USER_FLAGS = "--set"  # the path of flags that the user gives
 
 
@@ -60,7 +61,7 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
     absent = _absent(a, version) if stated and not a.complete else ()
     if trouble := [*a.trouble, *absent, *map(_refused, a.judged(Effect.REFUSED))]:
         raise UserError(trouble_text(trouble))
-    a = _with_encoder(a)
+    a = _with_own_names(a)
     for dest in REQUIRED:
         if a[dest] is None:
             refuse_run(a, f"--{dest.replace('_', '-')} is not stated, and Megatron-LM has no default for it")
@@ -120,11 +121,16 @@ def _text(one: GivenArgument) -> str:
     return " ".join(word.text for word in one.values) or one.word.text
 
 
-def _with_encoder(a: Arguments) -> Arguments:
-    """Return the arguments with the layers of the encoder as those of the model, as Megatron-LM takes them."""
-    if "num_layers" not in a.given and "encoder_num_layers" in a.given:
-        return evolve(a, given={**a.given, "num_layers": a.given["encoder_num_layers"]})
-    return a
+def _with_own_names(a: Arguments) -> Arguments:
+    """Return the arguments of an older release or of Megatron-DeepSpeed under Megatron-LM's names."""
+    given = dict(a.given)
+    if "num_layers" not in given and "encoder_num_layers" in given:
+        given["num_layers"] = given["encoder_num_layers"]
+    if groups := given.get("num_key_value_heads"):
+        given |= {"num_query_groups": groups, "group_query_attention": evolve(groups, value=True)}
+    if (norm := given.get("normalization")) and norm.value in LOWER_NORMS:
+        given["normalization"] = evolve(norm, value=LOWER_NORMS[norm.value])
+    return evolve(a, given=given)
 
 
 def trouble_text(trouble: list[Trouble]) -> str:
@@ -138,7 +144,9 @@ def trouble_text(trouble: list[Trouble]) -> str:
             f"{next(iter(strange.values())).path}: {len(strange)} flags are not known, so they may change mathematics, "
             f"time or memory: {names}; `--ignore-flag {EVERY_UNKNOWN}` reads the run as if they were not there"
         )
-    asked = dict.fromkeys(one.name for cause in trouble for one in cause.asked if one.kind == "variable")
+    asked = dict.fromkeys(
+        one.name for cause in trouble for one in cause.asked if one.kind == "variable" and one.name.isidentifier()
+    )
     positions = {one.name for cause in trouble for one in cause.asked if one.kind == "positional"}
     if positions:
         needed = ", ".join(sorted(positions, key=_place))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+
+from megaloom.planner.runs.words import Word
 
 from .parser import Arguments
 from .refusal import refuse_run
@@ -41,6 +43,11 @@ HUB: Mapping[str, int] = MappingProxyType(
 )
 
 
+def _of_gpt2(file: Sequence[Word]) -> bool:
+    """Return whether a file of words or merges may be GPT-2's: its path says so, or is not known."""
+    return all(word.unknown or not word.text or "gpt2" in word.text.lower().replace("-", "") for word in file)
+
+
 def vocabulary(a: Arguments, stated: int | None) -> tuple[int, str]:
     """Return the tokens of the vocabulary before padding, and where the number is from; empty if the file states it.
 
@@ -51,7 +58,8 @@ def vocabulary(a: Arguments, stated: int | None) -> tuple[int, str]:
     if padded := a["padded_vocab_size"] or a["pad_vocab_size_to"]:
         return padded, ""
     kind, size, name = a["tokenizer_type"], a["vocab_size"], a["tokenizer_model"]
-    if kind == "GPT2BPETokenizer":
+    files = [a.given[dest].values for dest in ("vocab_file", "merge_file") if dest in a.given]
+    if (kind == "GPT2BPETokenizer" or (kind is None and size is None and files)) and all(map(_of_gpt2, files)):
         return GPT2, "the merges of GPT-2"
     if kind == "TikTokenizer":
         return size or TIKTOKEN, "" if size else "TikTokenizer's own number"

@@ -29,6 +29,8 @@ def computed_call(call: Instance, environment: Mapping[str, str]) -> Value | Non
         return deepcopy(call.arguments[0] if call.arguments else call.base)
     if call.last in ("Config", "Partial") and call.name.startswith("nemo_run.") and call.arguments:
         return _built(call)
+    if call.name == "fiddle.build" and len(call.arguments) == 1:
+        return call.arguments[0]  # the object that a configuration describes
     if call.name == "getattr" and len(call.arguments) > 1 and isinstance(call.arguments[0], Instance):
         default = call.arguments[2] if len(call.arguments) > 2 else Known(None, call.origin)
         return call.arguments[0].fields.get(item_key(call.arguments[1]), default)

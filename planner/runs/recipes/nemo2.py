@@ -136,6 +136,11 @@ def _configured(config: Instance) -> Instance:
     """Return the object that configures the model. Raise UserError for a class of models that is not known."""
     model = _object(config, "model")
     if model is None or model.last not in NEMO_MODELS:
+        if model is not None and "recipes" in model.name.split("."):
+            raise UserError(
+                f"{model.origin}: the file of {model.name} is not there\n"
+                "read this beside a clone of NeMo, or where it is installed"
+            )
         shown = model.last if model else "?"
         origin = model.origin if model else config.origin
         raise UserError(

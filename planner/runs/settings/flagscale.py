@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from attrs import evolve
+
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import near_names
@@ -29,6 +31,8 @@ def flagscale_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
     group = train if isinstance(train, Mapping) else resolved
     nodes = setting_at(resolved, "experiment.runner.nnodes")
     per_node = setting_at(resolved, "experiment.runner.nproc_per_node")
+    if per_node is None and setting_at(resolved, "experiment.runner.hostfile") is None:
+        per_node = _visible(setting_at(resolved, "experiment.envs.CUDA_VISIBLE_DEVICES"))
     variables = {n: v.word for n, v in leaves(found(resolved, "experiment.envs")) if isinstance(v, Setting)}
     return SettingsRun(
         framework="FlagScale",
@@ -38,6 +42,13 @@ def flagscale_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
         environment=variables,
         assumed=tuple(inserted.assumed),
     )
+
+
+def _visible(devices: Setting | None) -> Setting | None:
+    """Return the number of visible devices, which FlagScale starts where neither a number nor a host file says so."""
+    if devices is None or not all(one.strip().isdecimal() for one in devices.text.split(",")):
+        return None
+    return Setting(evolve(devices.word, text=str(len(devices.text.split(",")))), "number")
 
 
 def _words(group: Tree | None) -> Iterator[Word]:

@@ -22,6 +22,8 @@ _ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "div": lambda a, b: a / b,
     "divide": lambda a, b: a / b,
     "int_div": lambda a, b: a // b,
+    "floor_div": lambda a, b: a // b,
+    "ceil_div": lambda a, b: -(-a // b),
     "max": max,
     "min": min,
 }
@@ -76,7 +78,12 @@ class Interpolation:
             return self._reference(name, path, origin, depth)
         if name in _ENVIRONMENT:
             variable, comma, default = rest.partition(",")
+            if comma and "${" in default and variable.strip() not in self.environment:
+                self.assumed.setdefault(Unknown(variable.strip(), "variable", origin))
+                return self.value(Setting(Word(default.strip(), origin)), path, depth + 1)
             return self._variable(variable.strip(), default.strip() if comma else None, origin)
+        if name == "oc.decode":
+            return self._decoded(rest.strip(), path, origin, depth)
         if name in _ARITHMETIC:
             return self._calculated(name, rest, path, origin, depth)
         if re.fullmatch(r"[A-Za-z_]\w*", name) and rest != "??":
@@ -93,6 +100,15 @@ class Interpolation:
             return not_known(unknown)
         self.assumed.setdefault(unknown)
         return plain_setting(default.strip("'\""), origin)
+
+    def _decoded(self, text: str, path: str, origin: Origin, depth: int) -> Tree:
+        """Return a text as YAML takes it; one of a list or a mapping is not known."""
+        inner = self.value(Setting(Word(text, origin)), path, depth + 1)
+        if not isinstance(inner, Setting) or inner.word.unknown:
+            return inner
+        if inner.text.lstrip().startswith(("[", "{")):
+            return not_known(Unknown("${oc.decode:…}", "variable", origin))
+        return plain_setting(inner.text.strip("'\""), inner.word.origin)
 
     def _reference(self, name: str, path: str, origin: Origin, depth: int) -> Tree:
         if name.endswith("??"):
@@ -118,7 +134,7 @@ class Interpolation:
                 numbers.append(float(operand.text))
             except ValueError:
                 return not_known(Unknown(f"${{{name}:…}}", "variable", origin))
-        if not numbers or (name in ("div", "divide", "int_div") and 0 in numbers[1:]):
+        if not numbers or (name.endswith(("div", "divide")) and 0 in numbers[1:]):
             return not_known(Unknown(f"${{{name}:…}}", "variable", origin))
         total = numbers[0]
         for number in numbers[1:]:

@@ -34,6 +34,7 @@ _READ_BELOW = frozenset(
         "fp8",
         "fp8_e4m3",
         "fp8_hybrid",
+        "fp8_params",
         "num_query_groups",
         "fsdp",
         "bias_activation_fusion",
@@ -42,12 +43,14 @@ _READ_BELOW = frozenset(
         "data",
         "nsys_profile",
         "rampup_batch_size",
-        "moe_grouped_gemm",
     }
 )
 _HARMLESS = frozenset(
     {
         "mcore_gpt",
+        "tp_only_amax_red",
+        "precision",  # which the trainer's replaces
+        "get_attention_mask_from_fusion",
         "seed",
         "resume_from_checkpoint",
         "use_cpu_initialization",
@@ -81,7 +84,6 @@ _HARMLESS = frozenset(
         "fp8_amax_history_len",
         "fp8_amax_compute_algo",
         "fp8_wgrad",
-        "fp8_params",
         "reduce_amax",
         "deterministic_mode",
         "fsdp_sharding_strategy",
@@ -98,6 +100,8 @@ _HARMLESS = frozenset(
     }
 )
 """Keys that change neither the sizes of a model nor its layout, and hardly time or memory."""
+_CHECKPOINTS = "dist_ckpt_"
+"""How the names of options of checkpoints begin."""
 _PATHS = (
     *(f"trainer.{key}" for key in ("devices", "num_nodes", "precision")),
     *(f"model.optim.{key}" for key in ("name", "overlap_grad_sync", "overlap_param_sync", "grad_sync_dtype")),
@@ -138,8 +142,11 @@ def nemo_run(tree: Tree, environment: Mapping[str, str], missing: tuple[Unknown,
 
 
 def _model_words(model: Tree | None) -> Iterator[Word]:
+    offloads = setting_at(model, "cpu_offloading")
     for key, value in model.items() if isinstance(model, Mapping) else ():
-        if key in _READ_BELOW or key in _HARMLESS or _RENAMED.get(key) == "":
+        if key in _READ_BELOW or key in _HARMLESS or _RENAMED.get(key) == "" or key.startswith(_CHECKPOINTS):
+            continue
+        if key.startswith("cpu_offloading_") and not (offloads and offloads.is_true):
             continue
         if key == "virtual_pipeline_model_parallel_size" and isinstance(value, Setting) and value.text == "1":
             continue
@@ -156,7 +163,7 @@ def _model_words(model: Tree | None) -> Iterator[Word]:
     ):
         given = setting_at(model, path)
         yield from switch_words(flag, given if given and not given.is_true else None)
-    yield from _activation(setting_at(model, "activation"))
+    yield from _activation(setting_at(model, "activation"), setting_at(model, "bias_activation_fusion"))
     fsdp = setting_at(model, "fsdp")
     yield from switch_words("--use-torch-fsdp2", fsdp if fsdp and fsdp.is_true else None)
     ramp = items_of_list(found(model, "rampup_batch_size"))
@@ -165,11 +172,13 @@ def _model_words(model: Tree | None) -> Iterator[Word]:
         yield from (r.word for r in ramp)
 
 
-def _activation(value: Setting | None) -> Iterator[Word]:
-    if value is None or value.text == "gelu":
-        return
+def _activation(value: Setting | None, fused: Setting | None) -> Iterator[Word]:
     flags = {"swiglu": "--swiglu", "fast-swiglu": "--swiglu", "squared-relu": "--squared-relu"}
-    yield Word(flags.get(value.text, f"--{value.text}"), value.word.origin)
+    if value is not None and value.text != "gelu":
+        yield Word(flags.get(value.text, f"--{value.text}"), value.word.origin)
+    if fused and not fused.is_true:
+        gated = value is not None and value.text.endswith("swiglu")
+        yield Word("--no-bias-swiglu-fusion" if gated else "--no-bias-gelu-fusion", fused.word.origin)
 
 
 def _precision(tree: Tree | None) -> Iterator[Word]:
@@ -181,6 +190,8 @@ def _precision(tree: Tree | None) -> Iterator[Word]:
     if fp8 and fp8.is_true:
         e4m3 = setting_at(tree, "model.fp8_e4m3")
         yield from renamed("--fp8-format", fp8, "e4m3" if e4m3 and e4m3.is_true else "hybrid")
+        held = setting_at(tree, "model.fp8_params")
+        yield from switch_words("--fp8-param-gather", held if held and held.is_true else None)
 
 
 def _optimizer(optim: Tree | None) -> Iterator[Word]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attrs import define, field
@@ -13,9 +13,10 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.tree import Setting, Tree, items_of_list, overlaid, placed
 from megaloom.planner.runs.settings.yaml_tree import yaml_tree
 from megaloom.planner.runs.shell.folders import MOST_BYTES
-from megaloom.planner.runs.words import Unknown
+from megaloom.planner.runs.words import Unknown, Word
 
 _DEEPEST = 20
+_GROUP_WORDS = re.compile(r"^(optional |override )+")
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 
@@ -92,6 +93,22 @@ class ParentFiles:
             origin = name.word.origin
             self.missing.setdefault(Unknown(shown if len(shown) < 200 else at.name, "file", origin))
         return None
+
+
+def chosen_groups(text: str, path: str, words: Sequence[Word]) -> dict[str, str]:
+    """Return the parents that words of a command line choose for groups of a file, as in `optim@model.optim=adam`.
+
+    The keys are those of the words, before the equals sign.
+    """
+    tree = yaml_tree(text, path)
+    entries = tree.get("defaults") if isinstance(tree, Mapping) else None
+    groups = {
+        _GROUP_WORDS.sub("", key).strip("/ ")
+        for entry in (entries if isinstance(entries, Sequence) else ())
+        for key in (entry if isinstance(entry, Mapping) else ())
+    }
+    pairs = (word.text.partition("=") for word in words)
+    return {key: name for key, equals, name in pairs if equals and key.strip("/+") in groups}
 
 
 def upward(start: Path, name: str) -> Path | None:

@@ -16,7 +16,7 @@ from megaloom.planner.runs.settings.flagscale import flagscale_run, is_flagscale
 from megaloom.planner.runs.settings.nemo import is_nemo, nemo_run
 from megaloom.planner.runs.settings.nemo_rl import is_nemo_rl, nemo_rl_run
 from megaloom.planner.runs.settings.overrides import override_tree, repeated_overrides
-from megaloom.planner.runs.settings.parents import ParentFiles
+from megaloom.planner.runs.settings.parents import ParentFiles, chosen_groups
 from megaloom.planner.runs.settings.primus import is_primus, override_path, primus_run
 from megaloom.planner.runs.settings.primus_command import PrimusCommand, near_file, primus_command
 from megaloom.planner.runs.settings.swift import is_swift, swift_run
@@ -28,11 +28,12 @@ from megaloom.planner.runs.words import Command, Word
 
 _READ = "NeMo 1, NeMo-RL, Primus, FlagScale, verl, Megatron-Bridge, Accelerate (YAML) and torchtitan (TOML)"
 _OTHERS = {
+    "pipe-parallel-size": "a file of GPT-NeoX",
+    "pipe_parallel_size": "a file of GPT-NeoX",
     "zero_optimization": "a file of DeepSpeed",
     "model_name_or_path": "a file of LLaMA-Factory or TRL",
     "base_model": "a file of Axolotl",
     "recipe": "a file of Automodel or torchtune",
-    "pipe_parallel_size": "a file of GPT-NeoX",
     "fsdp_config": "a file of llm-foundry",
     "parallelism": "a file of nanotron",
     "language_model": "a file for `--yaml-cfg` of Megatron-LM",
@@ -59,8 +60,10 @@ def settings_text(
         if not is_torchtitan(tree) or tree is None:
             raise UserError(f"{path} is TOML, but not of torchtitan\nread are {_READ}")
         return torchtitan_run(tree)
-    parents = ParentFiles(Path(path).parent)
+    chosen = chosen_groups(text, path, overrides)
+    parents = ParentFiles(Path(path).parent, {key.partition("@")[0].strip("/+"): name for key, name in chosen.items()})
     tree = parents.composed(text, path)
+    overrides = [word for word in overrides if word.text.partition("=")[0] not in chosen]
     if overrides:
         inside = override_path(tree) if is_primus(tree) else ""
         tree = overlaid(tree, placed(inside, override_tree(overrides)))

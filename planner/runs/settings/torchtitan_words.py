@@ -14,6 +14,7 @@ from megaloom.planner.export.target import Target
 from megaloom.planner.export.torchtitan_fields import FLOAT8, RING
 from megaloom.planner.export.torchtitan_flavors import Flavor, named_flavor
 from megaloom.planner.runs.settings.torchtitan_judged import check_torchtitan_numbers, check_torchtitan_options
+from megaloom.planner.runs.settings.torchtitan_older import current_options
 from megaloom.planner.runs.settings.torchtitan_stages import stage_words
 from megaloom.planner.runs.words import Origin, Word
 
@@ -28,7 +29,7 @@ _PLAIN_DEGREES = (
 
 def torchtitan_options(words: tuple[Word, ...]) -> dict[str, Word]:
     """Return pairs of words, `--section.name` and a value, as a mapping: section.name → value."""
-    return {w.text.removeprefix("--"): v for w, v in zip(words[::2], words[1::2], strict=True)}
+    return current_options({w.text.removeprefix("--"): v for w, v in zip(words[::2], words[1::2], strict=True)})
 
 
 def torchtitan_words(words: tuple[Word, ...], path: str, devices: int | None) -> Iterator[Word]:

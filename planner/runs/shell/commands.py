@@ -282,6 +282,7 @@ class CommandEvaluator(AssignmentEvaluator):
 
     def _exit(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         self._with_code(words, state)
+        self.record.left = origin
         return "exit"
 
     def _leave(self, words: CommandWords, state: State, origin: Origin) -> Flow:

@@ -147,6 +147,9 @@ class ProgramEvaluator(CommandEvaluator):
         for position, word in enumerate(words[1:], 1):
             if not (known_text(word) or "-").startswith("-") and self._file(words[:position], words[position:], state):
                 return True
+        if state.stdin is not None and all((known_text(word) or "-").startswith("-") for word in words[1:]):
+            self._inner(text_source(state.stdin, words[0][0].origin), words, (), state, True)
+            return True
         return False
 
     def _shell(self, words: CommandWords, position: int, state: State, origin: Origin) -> bool:

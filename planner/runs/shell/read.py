@@ -11,8 +11,8 @@ from megaloom.planner.runs.shell.folders import MOST_BYTES, Folders
 from megaloom.planner.runs.shell.parse.source import file_source
 from megaloom.planner.runs.shell.parse.text import joined, known_text, literal, shown
 from megaloom.planner.runs.shell.programs import ProgramEvaluator, resolved_path
-from megaloom.planner.runs.shell.sbatch import batch_variables, sbatch_options
-from megaloom.planner.runs.words import Origin, Script
+from megaloom.planner.runs.shell.sbatch import batch_variables, pbs_options, sbatch_options
+from megaloom.planner.runs.words import Origin, Script, Word
 
 
 def read_script(path: str | Path, environment: Mapping[str, str], positional: Sequence[str] = ()) -> Script:
@@ -33,7 +33,8 @@ def read_script(path: str | Path, environment: Mapping[str, str], positional: Se
 
 def script_of_text(text: str, path: str, environment: Mapping[str, str], positional: Sequence[str] = ()) -> Script:
     """Return the commands of a script's text; its path is used in origins, and to find the files beside it."""
-    options = sbatch_options(text, path)
+    repeated: list[Word] = []
+    options = sbatch_options(text, path, repeated)
     given = {n: named_value(v, Origin("--env", 1)) for n, v in environment.items()}
     arguments = tuple(literal(a, Origin("--", n + 1)) for n, a in enumerate(positional))
     start = Origin(path, 1)
@@ -49,13 +50,20 @@ def script_of_text(text: str, path: str, environment: Mapping[str, str], positio
     evaluator = ProgramEvaluator(Folders(Path(path).parent, working))
     evaluator.started.append(resolved_path(path))
     try:
-        evaluator.parsed(file_source(text, path), state)
+        flow = evaluator.parsed(file_source(text, path), state)
     except RecursionError:
         raise UserError(f"{path}: the script is nested too deeply to be evaluated") from None
     record = evaluator.record
     files = {name: content for name, written in state.files.items() if (content := known_text(written)) is not None}
     return Script(
-        tuple(record.commands), options, tuple(record.unknown), tuple(record.assumed), files, tuple(_defined(state))
+        tuple(record.commands),
+        options or pbs_options(text, path),
+        tuple(record.unknown),
+        tuple(record.assumed),
+        files,
+        tuple(repeated),
+        record.left if flow == "exit" else None,
+        tuple(_defined(state)),
     )
 
 

@@ -20,6 +20,7 @@ class Record:
     assumed: dict[Unknown, None] = field(factory=dict)
     conditions: list[Unknown] = field(factory=list)
     prefix: list[Word] = field(factory=list)  # of a wrapper that starts the commands
+    left: Origin | None = None  # the last `exit`
 
     def add(self, words: Sequence[Text], state: State, origin: Origin, missing: Sequence[Unknown] = ()) -> None:
         """Add a command that a shell would start now."""

@@ -46,10 +46,14 @@ OF_THE_JOB = tuple(
     )
 )
 _LINE = re.compile(r"#SBATCH\s+(.*)")
+_PBS_SELECT = re.compile(r"#PBS\s+-l\s+(?:\S*,)?select=(\d+):(\S+)")
 
 
-def sbatch_options(text: str, path: str) -> dict[str, Word]:
-    """Return the options of the `#SBATCH` lines before the first command, by their long names."""
+def sbatch_options(text: str, path: str, repeated: list[Word] | None = None) -> dict[str, Word]:
+    """Return the options of the `#SBATCH` lines before the first command, by their long names; the last one counts.
+
+    repeated: gathers the options that stand again with another value.
+    """
     options: dict[str, Word] = {}
     for number, line in enumerate(text.split("\n"), 1):
         stripped = line.strip()
@@ -60,8 +64,22 @@ def sbatch_options(text: str, path: str) -> dict[str, Word]:
                 words = shlex.split(match[1], comments=True)
             except ValueError:
                 raise UserError(f"{path}:{number}: a quote has no end on this line") from None
-            options.update(_options(words, Origin(path, number)))
+            for name, word in _options(words, Origin(path, number)).items():
+                if repeated is not None and name in options and options[name].text != word.text:
+                    repeated.append(Word(f"#SBATCH --{name}", word.origin))
+                options[name] = word
     return options
+
+
+def pbs_options(text: str, path: str) -> dict[str, Word]:
+    """Return the machines and their GPUs that a line `#PBS -l select=4:ngpus=8` asks for, by Slurm's names."""
+    for number, line in enumerate(text.split("\n"), 1):
+        found = _PBS_SELECT.match(line)
+        gpus = re.search(r"(?:^|:)ngpus=(\d+)(?=:|,|$)", found[2]) if found else None
+        if found and gpus and "+" not in found[2]:
+            origin = Origin(path, number)
+            return {"nodes": Word(found[1], origin), "gpus-per-node": Word(gpus[1], origin)}
+    return {}
 
 
 def _options(words: list[str], origin: Origin) -> dict[str, Word]:

@@ -72,12 +72,6 @@ REFUSED = [
     # lost parts
     ("dense.sh", "$TP \\\n", "$TP\n", "a command begins with an option, at which bash fails"),
     ("verl.sh", "nnodes=1 \\\n", "nnodes=1\n", "a command begins with an option, at which bash fails"),
-    (
-        "dense.sh",
-        " \\\n    --tokenizer-type NullTokenizer --attention-dropout 0 --hidden-dropout 0\n",
-        " \\\n",
-        "lost its end",
-    ),
     ("log.log", "-------------------- end of arguments ---------------------", "", "ends within its list of arguments"),
     ("bridge.py", "seq_length=1024,", "seq_length=1024, **more,", "arguments of a dict are not read here"),
 ]
@@ -91,6 +85,18 @@ def test_what_is_damaged_is_refused_by_name(name: str, old: str, new: str, messa
 
 SAID = [
     ("flags.txt", "--bf16\n", "--bf16\n--seq-length 256\n", "--seq-length stands with 512 (line 4) and 256 (line 10)"),
+    (
+        "dense.sh",
+        " --hidden-dropout 0\n",
+        " \\\n",
+        "the last line ends with a backslash: flags may have stood on a line",
+    ),
+    (
+        "experts.slurm",
+        "#SBATCH --nodes",
+        "#SBATCH --nodes=1\n#SBATCH --nodes",
+        "#SBATCH --nodes stands again: its last",
+    ),
     ("swift.sh", "--max_length 8192", "--max_length 8192 --max_length 4096", "max_length stands again"),
     ("verl.sh", "nnodes=1", "nnodes=1 data.max_prompt_length=512", "data.max_prompt_length stands again"),
     ("slime.sh", "--n-samples-per-prompt 8", "--n-samples-per-prompt 8 --n-samples-per-prompt 4", "stands again"),

@@ -118,8 +118,7 @@ def test_an_argument_that_a_function_does_not_take_is_never_left_out(call: str, 
         recipe(call)
 
 
-def test_documents_of_nemo_are_named(tmp_path: Path) -> None:
-    text = """
+NEMO = """
 trainer: {devices: 8, precision: bf16}
 model:
   tensor_model_parallel_size: 1
@@ -130,9 +129,103 @@ model:
   num_layers: 2
   hidden_size: 256
   num_attention_heads: 4
+  position_embedding_type: rope
+  activation: fast-swiglu
   tokenizer: {type: GPT2BPETokenizer}
   data: {reset_position_ids: false, reset_attention_mask: true}
 """
+
+
+def nemo(*lines: str) -> TrainingRun:
+    """Return the run of a file of NeMo with more lines in its model."""
+    return read(NEMO.replace("  tokenizer:", "".join(f"  {line}\n" for line in lines) + "  tokenizer:"), "run.yaml")
+
+
+def test_documents_of_nemo_are_named() -> None:
+    assert "documents do not attend to each other" in left_out(nemo()) and "positions restart" not in left_out(nemo())
+
+
+def test_settings_of_nemo_that_were_refused_or_left_out() -> None:
+    run = nemo("rotary_base: 1000000.0", "precision: 32", "cpu_offloading_num_layers: 3", "dist_ckpt_new: 1")
+    assert run.workload.precision == "bf16"
+    assert "the activation takes more kernels" in left_out(nemo("bias_activation_fusion: false"))
+    assert nemo("fp8: true", "fp8_params: true").profile != nemo("fp8: true").profile
+    experts = ("num_moe_experts: 4", "moe_router_topk: 2", "ffn_hidden_size: 512")
+    assert "one by one" in left_out(nemo(*experts))
+    assert "one by one" not in left_out(nemo(*experts, "moe_grouped_gemm: true"))
+    with pytest.raises(UserError, match="--rotary-base must be a whole number"):
+        nemo("rotary_base: 1000000.5")
+    with pytest.raises(UserError, match="--cpu-offloading is not a known flag"):
+        nemo("cpu_offloading: true")
+
+
+def test_values_that_a_file_decodes() -> None:
+    hidden = "hidden_size: ${oc.decode:${oc.env:WIDTH,${multiply:128,${model.num_layers}}}}"
+    text = NEMO.replace("hidden_size: 256", hidden)
+    facts = {fact.name: fact.value for fact in read(text, "run.yaml").stated}
+    assert facts["hidden size"] == "256"
+    wide = read(text, "run.yaml", environment={"WIDTH": "512"})
+    assert {fact.name: fact.value for fact in wide.stated}["hidden size"] == "512"
+    with pytest.raises(UserError, match="the value of --hidden-size depends on variable WIDTH"):
+        read(NEMO.replace("hidden_size: 256", "hidden_size: ${oc.decode:${oc.env:WIDTH}}"), "run.yaml")
+
+
+def test_parents_that_a_command_line_chooses_and_those_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "plain.yaml").write_text("name: fused_adam\n")
+    (tmp_path / "optim" / "shared.yaml").write_text("name: distributed_fused_adam\n")
+    text = f"defaults:\n  - optim@model.optim: plain\n  - _self_\n{NEMO}"
     (tmp_path / "run.yaml").write_text(text)
-    notes = left_out(read_file(str(tmp_path / "run.yaml"), RunInputs()))
-    assert "documents do not attend to each other" in notes and "positions restart" not in notes
+    path = str(tmp_path / "run.yaml")
+    assert read_file(path, RunInputs()).layout.shard is Shard.NONE
+    chosen = RunInputs(positional=("optim@model.optim=shared", "model.micro_batch_size=2"))
+    run = read_file(path, chosen)
+    assert (run.layout.shard, run.layout.micro_batch) == (Shard.OPTIMIZER, 2)
+    with pytest.raises(UserError, match=r"the parent file .*optim/gone is not there, and what it sets is not known"):
+        read_file(path, RunInputs(positional=("optim@model.optim=gone",)))
+
+
+def test_files_that_state_no_model_are_named() -> None:
+    bridge = "model: {tensor_model_parallel_size: 2}\ntrain: {global_batch_size: 64}\n"
+    with pytest.raises(UserError, match=r"run\.yaml states no model: it changes a recipe of Megatron-Bridge\nread"):
+        read(bridge, "run.yaml", devices=8)
+    with pytest.raises(UserError, match=r"is a file of GPT-NeoX"):
+        read("pipe-parallel-size: 1\nzero_optimization: {stage: 1}\n", "run.yaml")
+
+
+def test_visible_devices_of_flagscale() -> None:
+    text = """
+experiment: {runner: {hostfile: null}, envs: {CUDA_VISIBLE_DEVICES: "0,1,2,3"}}
+train:
+  system: {tensor_model_parallel_size: 2, precision: {bf16: true}}
+  model: {num_layers: 2, hidden_size: 256, num_attention_heads: 4, seq_length: 128, max_position_embeddings: 128,
+    micro_batch_size: 1, global_batch_size: 8}
+  data: {tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 1000}}
+"""
+    assert read(text, "run.yaml").devices.count == 4
+    with pytest.raises(UserError, match="the number of GPUs is not stated"):
+        read(text.replace("hostfile: null", "hostfile: hosts.txt"), "run.yaml")
+
+
+def test_names_of_torchtitan_before_2025() -> None:
+    text = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+batch_size = 2
+seq_len = 2048
+tensor_parallel_degree = 4
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+enable_loss_parallel = true
+[experimental]
+pipeline_parallel_degree = 1
+[activation_checkpoint]
+mode = "full"
+[float8]
+enable_float8_linear = true
+"""
+    run = read(text, "run.toml", devices=32)
+    x = run.layout
+    assert (x.tp, x.dp, x.replicas, x.micro_batch, run.workload.precision) == (4, 8, 2, 2, "fp8")
