@@ -67,9 +67,6 @@ qk-nope-head-dim ; 1 ; 128 ; Pai-Megatron-Patch does not use it, so --qk-head-di
 qk-rope-head-dim ; 1 ; 64 ; Pai-Megatron-Patch does not use it, so --qk-pos-emb-head-dim stays 64
 distribute-checkpointed-activations ; 0 ; - ; \
 inputs of recomputed layers that tensor-parallel ranks share are not modelled
-enable-zb-runtime ; 0 ; - ; schedules without bubbles are not modelled
-enable-zero-bubble ; 0 ; - ; schedules without bubbles are not modelled
-zero-bubble-v-schedule ; 0 ; - ; schedules without bubbles are not modelled
 partition-activations ; 0 ; - ; saved activations that tensor-parallel ranks share are not modelled
 split-transformers ; 0 ; - ; recompute of halves of layers is not modelled
 contigious-checkpointing ; 0 ; - ; saved activations in one buffer are not modelled

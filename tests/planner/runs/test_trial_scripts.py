@@ -116,7 +116,6 @@ def test_names_of_older_releases_and_of_megatron_deepspeed() -> None:
     [
         ("--distribute-checkpointed-activations", "inputs of recomputed layers that tensor-parallel ranks share"),
         ("--moe-type mixtral", "experts of this fork are not modelled"),
-        ("--enable-zero-bubble", "schedules without bubbles are not modelled"),
         ("--qk-nope-head-dim 64", "--qk-head-dim stays 128"),
     ],
 )
