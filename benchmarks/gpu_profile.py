@@ -3,7 +3,8 @@
 The cases are those of `gpu_runs`. Each is trained for a few steps, and torch's profiler records one more. The table has
 milliseconds of the step on the first GPU: kernels of each class, and the time in which no kernel ran. Communication
 beside other kernels counts only where nothing else ran. `--host` adds the functions and operators that took most time
-of the host, for models whose kernels end before the host can launch the next ones.
+of the host, for models whose kernels end before the host can launch the next ones; and where the GPU was idle longest,
+and the lines at which the host waited for it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import io
 import pstats
 import re
 import time
+import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -31,6 +33,7 @@ from megaloom.runtime.training.chosen_backend import with_backend
 
 WARM_UP = 6  # steps before the recorded one
 KERNELS = 14  # that take most time, listed by name
+GAPS = 14  # kernels before which the GPU was idle longest, listed by name
 CLASSES = (
     ("communication", r"nccl"),
     ("attention", r"flash|fmha|flex_attention|sdpa|attention|cudnn.*(bprop|fprop)"),
@@ -88,7 +91,7 @@ def exposed(kernels: Iterable[KernelRun], busy: Sequence[tuple[float, float]]) -
 
 def _show(name: str, plan: Plan, host: bool) -> None:
     """On each rank: profile a step of a case; rank 0 prints."""
-    step = stepper(plan, WARM_UP + 4)
+    step = stepper(plan, WARM_UP + 5)
     for _ in range(WARM_UP):
         step()
     begun = time.perf_counter()
@@ -98,20 +101,18 @@ def _show(name: str, plan: Plan, host: bool) -> None:
     with profile(activities=activities) as recorded:
         step()
     functions = _functions(step) if host else ""
+    waits = _waits(step) if host else []
     if dist.get_rank() == 0:
         print("\n".join((f"{name}: step {took * 1e3:.1f} ms", *_lines(recorded, took))), flush=True)
         if host:
+            print("\n".join((*_gaps(recorded), *waits)))
             print(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=45))
             print(functions, flush=True)
 
 
 def _lines(recorded: profile, took: float) -> Iterator[str]:
     """Yield a line for each class of kernels, one for the time without, and the kernels that took most."""
-    kernels = [
-        KernelRun(e.name, e.time_range.start, e.time_range.end)
-        for e in recorded.events() or ()
-        if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
-    ]
+    kernels = _kernels(recorded)
     found = milliseconds(kernels)
     for title, ms in sorted(found.items(), key=lambda pair: -pair[1]):
         yield f"    {title:<24} {ms:8.1f} ms"
@@ -121,6 +122,47 @@ def _lines(recorded: profile, took: float) -> Iterator[str]:
         runs[k.name].append((k.end - k.start) / 1e3)
     for name, each in sorted(runs.items(), key=lambda pair: -sum(pair[1]))[:KERNELS]:
         yield f"        {sum(each):8.2f} ms {len(each):>5} x {class_of(name):<22} {name[:90]}"
+
+
+def _kernels(recorded: profile) -> list[KernelRun]:
+    """Return the kernels of a recorded step, by their start."""
+    kernels = [
+        KernelRun(e.name, e.time_range.start, e.time_range.end)
+        for e in recorded.events() or ()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
+    ]
+    return sorted(kernels, key=lambda k: k.start)
+
+
+def idle_before(kernels: Sequence[KernelRun]) -> dict[str, list[float]]:
+    """Return the milliseconds for which no kernel ran before each start of a kernel, by name. kernels: by start."""
+    found, reached = defaultdict[str, list[float]](list), kernels[0].start if kernels else 0.0
+    for kernel in kernels:
+        if kernel.start > reached:
+            found[kernel.name].append((kernel.start - reached) / 1e3)
+        reached = max(reached, kernel.end)
+    return dict(found)
+
+
+def _gaps(recorded: profile) -> Iterator[str]:
+    """Yield a line for each kernel before which the GPU was idle longest."""
+    gaps = sorted(idle_before(_kernels(recorded)).items(), key=lambda pair: -sum(pair[1]))
+    yield "    idle before:"
+    for name, each in gaps[:GAPS]:
+        yield f"        {sum(each):8.2f} ms {len(each):>5} x, longest {max(each):7.3f} ms  {name[:90]}"
+
+
+def _waits(step: Callable[[], object]) -> list[str]:
+    """Return the lines of Python at which the host waits for the GPU in a step, and how often."""
+    if not device.gpu_count():
+        return []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    lines = Counter(f"{w.filename}:{w.lineno}" for w in found if "synchroniz" in str(w.message))
+    return ["    the host waits at:", *(f"        {count:>5} x {line}" for line, count in lines.most_common())]
 
 
 def _functions(step: Callable[[], object]) -> str:

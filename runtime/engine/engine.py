@@ -133,7 +133,7 @@ class Engine:
     ) -> tuple[StepResult, dict[str, WeightGradient] | None]:
         """Train on a global batch. Return the result, and if asked for, on rank 0, the gradients before clipping."""
         state, buffers = self.state, self.state.moving_buffers()
-        totals = self._backward(samples, part)
+        totals = self._backward(samples, part).on_host()
         gradients = self._gathered_gradients() if gathers else None
         lr = float(state.scheduler.get_lr({}))
         update = update_weights(state.optimizer, totals.loss, self.recipe.clip_grad)
@@ -333,7 +333,7 @@ class Engine:
                         total += self._run(samples, part, held_out_step(self.steps, step), forward_only=True)
                 if stops(stop):
                     break
-        return total.evaluation
+        return total.on_host().evaluation
 
     def _run(self, samples: Samples, part: MicroBatches, step: Step, *, forward_only: bool) -> LossTotals:
         """Run micro-batches through the pipeline, with the dropout of this step."""

@@ -42,15 +42,22 @@ class Losses:
         copies = tuple(1 if is_over_positions(graph.nodes[graph.index[name]]) else cp for name in names)
         return cls(node.name, names, op.coefficients if isinstance(op, StackLosses) else (1.0,), copies)
 
-    def sums(self, end: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def factors(self, weights: Tensor) -> Tensor:
+        """Return for each loss its coefficient, times the weights of the first loss over its own: float64 [losses].
+
+        weights: of each loss in the global batch, [losses], where the factors are computed. With them, the quotient of
+        the sums of a batch is the sum of coefficient * mean.
+        """
+        return torch.tensor(self.coefficients, dtype=torch.float64).to(weights.device) * (weights[0] / weights)
+
+    def sums(self, end: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss_sum, weight_sum, and a report [losses + 1, 2]: the total, then each loss.
 
-        end: of the node at the end, [2] or [losses, 2]. ratios: for each loss, the weights of the first loss over its
-        own, in the global batch: so the quotient of the sums is the sum of coefficient * mean.
+        end: of the node at the end, [2] or [losses, 2]. factors: of `factors`, on the device of `end`, since a copy
+        from the host would wait for the whole forward pass.
         """
         each = self.counted_once(self.end, end.reshape(-1, 2))
-        coefficients = torch.tensor(self.coefficients, dtype=each.dtype, device=each.device) * ratios.to(each)
-        total, weight = (each[:, 0] * coefficients).sum(), each[0, 1].detach()
+        total, weight = (each[:, 0] * factors.to(each.dtype)).sum(), each[0, 1].detach()
         return total, weight, each.detach()
 
     def counted_once(self, name: str, each: Tensor) -> Tensor:
@@ -141,6 +148,10 @@ class LossTotals:
         for name, _, own in self._records():
             if name in records:
                 own += records[name]
+
+    def on_host(self) -> LossTotals:
+        """Return these totals in host memory, so that reading each of them does not wait for the device."""
+        return LossTotals(self.terms, self.sums.cpu(), self.names)
 
     @property
     def loss(self) -> float:

@@ -49,9 +49,7 @@ class StepSums:
         if not isinstance(report, Mapping):
             raise _malformed(step, f"{_shown(report)} as report")
         pairs = [(loss_sum, weight_sum), *(_pair(step, name, x) for name, x in report.items())]
-        numbers = [
-            torch.as_tensor(x, dtype=torch.float64, device=device).detach().reshape(()) for p in pairs for x in p
-        ]
+        numbers = [_on_device(x, device) for pair in pairs for x in pair]
         return cls(loss_sum.reshape(()), torch.stack(numbers).view(-1, 2), tuple(report))
 
 
@@ -67,6 +65,13 @@ def _pair(step: Callable[..., Any], name: Any, value: Any) -> Sequence[Any]:
             "all micro-batches and ranks"
         )
     return pair
+
+
+def _on_device(x: Any, device: torch.device) -> Tensor:
+    """Return a number as float64 without dims on a device. The host does not wait for the device's work."""
+    if isinstance(x, Tensor):
+        return x.detach().to(device, torch.float64, non_blocking=True).reshape(())
+    return torch.full((), x, dtype=torch.float64, device=device)
 
 
 def _is_number(x: Any) -> bool:

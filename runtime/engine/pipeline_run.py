@@ -24,7 +24,7 @@ from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.body.corrections import move_corrections
-from megaloom.runtime.launch.agreement import agreed
+from megaloom.runtime.launch.agreement import agreed, largest
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.kernels import zigzag_part
 from megaloom.runtime.megatron.process_groups import ProcessGroups
@@ -75,9 +75,7 @@ class PipelineRun:
 
     def own_part(self, count: int, size: int = 1) -> MicroBatches:
         """Return micro-batches of `size` for this rank's own samples, on each rank as many as the most."""
-        longest = torch.tensor(-(-count // size), device=device.current())
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        layout, most = self.plan.layout, int(longest)
+        layout, (most,) = self.plan.layout, largest(-(-count // size))
         if layout.vpp > 1:
             most += -most % layout.microbatch_group_size
         return MicroBatches(tuple(range(0, most * size, size)), size, count)
@@ -111,7 +109,8 @@ class PipelineRun:
     ) -> LossTotals:
         """Run these micro-batches, of whole sequences. weights: of `_weights`. frequencies: of experts, see `run`."""
         *of_losses, sequences = weights.tolist()
-        forward_step = partial(self._forward_step, step, of_losses[0] / weights[:-1], scored=forward_only)
+        factors = self.terms.losses.factors(weights[:-1]).to(device.current(), non_blocking=True)
+        forward_step = partial(self._forward_step, step, factors, scored=forward_only)
         balancing = [Balancing(of_losses[0] / sequences, frequencies) for _ in whole]
         feed = [
             (self._on_device(batch), {"masks": evolve(masks, first_sample=start), "balancing": losses})
@@ -230,7 +229,8 @@ class PipelineRun:
         inputs = {n.name: n.value.dtype for n in self.graph.nodes if n.is_input}
         dtype = self.chunks[0].config.params_dtype
         computed = (x.to(dtype) if inputs.get(name) is DType.COMPUTE else x for name, x in batch.items())
-        return {name: x.contiguous().to(device.current()) for name, x in zip(batch, computed, strict=True)}
+        target = device.current()
+        return {name: x.contiguous().to(target, non_blocking=True) for name, x in zip(batch, computed, strict=True)}
 
     def _on_this_rank(self, batch: MicroBatch) -> MicroBatch:
         """Return the inputs of the model in a micro-batch: of each sequence, this rank's context-parallel part."""
@@ -256,6 +256,8 @@ class PipelineRun:
         for batch in whole:
             total[:-1] += weight_sums(self.graph, names, batch)
             total[-1] += len(next(iter(batch.values())))
+        if self.plan.layout.dp == 1:
+            return total
         total = total.to(device.current())
         dist.all_reduce(total, group=self.groups.collection.dp)
         return total
@@ -263,7 +265,7 @@ class PipelineRun:
     def _forward_step(
         self,
         step: Step,
-        ratios: Tensor,
+        factors: Tensor,
         feed: Iterator[tuple[MicroBatch, dict[str, Any]]],
         chunk: DistributedDataParallel | ModelChunk,
         *,
@@ -280,7 +282,7 @@ class PipelineRun:
             results.append(out := chunk(**self._on_this_rank(batch), **options))
             if not isinstance(out, dict):
                 return None
-            outputs, each = self._outputs(out, ratios)
+            outputs, each = self._outputs(out, factors)
             report = {"sums": each}
             if scored and (classifier := self.terms.classifier):
                 report["counts"] = classifier.counts(outputs.gathered(classifier.logits), batch)
@@ -298,13 +300,13 @@ class PipelineRun:
         loss_sum = returned.loss_sum.clone()  # the schedules free it, which they refuse for a view
         return loss_sum, partial(self._reduce_loss, returned.sums, results[1])
 
-    def _outputs(self, out: dict[str, Tensor], ratios: Tensor) -> tuple[Outputs, Tensor]:
+    def _outputs(self, out: dict[str, Tensor], factors: Tensor) -> tuple[Outputs, Tensor]:
         """Return what a step sees of the last stage's outputs, and a report of each declared loss, [1 + losses, 2].
 
         The sums of steps of the user's own are over whole sequences; else each context-parallel rank has its part.
         """
         losses = self.terms.losses
-        loss_sum, weight_sum, each = losses.sums(out[losses.end], ratios)
+        loss_sum, weight_sum, each = losses.sums(out[losses.end], factors)
         if self.own_steps:
             loss_sum, weight_sum = over_cp(torch.stack([loss_sum, weight_sum]), self.groups)
         return Outputs(LocalOutputs(out, self.graph, self.groups, losses), loss_sum, weight_sum.detach()), each

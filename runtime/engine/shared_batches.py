@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megaloom.dsl import Graph
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.launch.agreement import agreed, check_equal, gathered
+from megaloom.runtime.launch.agreement import agreed, any_rank, check_equal, gathered, largest
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 
@@ -67,7 +67,7 @@ class SharedBatches:
         self.calls += 1
         if layout.world == 1 or (layout.world == layout.dp and not (training and compares)):
             return batch
-        absent = self._compare(batch, training) if compares else _any(own)
+        absent = self._compare(batch, training) if compares else any_rank(own)
         if not absent:
             return batch
         agreed(partial(_refuse_function, batch))
@@ -140,9 +140,8 @@ class SharedBatches:
 def check_kinds(batch: Any, count: int | None) -> None:
     """Raise UserError on all ranks unless all give a function and one count, or none does. Every rank calls it."""
     known = 0 if _wrong_count(batch, count) else -1 if count is None else int(count)
-    largest = torch.tensor([int(callable(batch)), -int(callable(batch)), known, -known], device=device.current())
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    most_functions, least_functions, most, least = largest.tolist()
+    is_function = int(callable(batch))
+    most_functions, least_functions, most, least = largest(is_function, -is_function, known, -known)
     if most_functions == -least_functions and most == -least != 0:
         return
     agreed(partial(_check_count, batch, count))
@@ -196,13 +195,6 @@ def _on_cpu(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
     return batch.cpu() if isinstance(batch, Tensor) else batch
-
-
-def _any(flag: bool) -> bool:
-    """Return whether a flag is True on any rank."""
-    found = torch.tensor(int(flag), device=device.current())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
 
 
 def _refuse_function(batch: Any) -> None:

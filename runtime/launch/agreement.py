@@ -28,15 +28,27 @@ def agreed(make: Callable[[], T], *, names_rank: bool = True) -> T:
         value = make()
     except UserError as error:
         refusal = error
-    refused = torch.tensor(int(refusal is not None), device=device.current())
-    dist.all_reduce(refused, op=dist.ReduceOp.MAX)
-    if not refused:
+    if not any_rank(refusal is not None):
         return value  # type: ignore[return-value]
     found = gathered(None if refusal is None else (type(refusal), str(refusal), socket.gethostname()))
     rank, (kind, text, host) = next((rank, one) for rank, one in enumerate(found) if one)
     if refusal and str(refusal) == text:
         raise refusal
     raise kind(f"on rank {rank} ({host}): {text}" if names_rank else text)
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether a flag is True on any rank. Every rank calls it."""
+    return bool(largest(int(flag))[0])
+
+
+def largest(*values: int) -> list[int]:
+    """Return the largest of each value on any rank. Every rank calls it. One rank alone does not ask its device."""
+    if dist.get_world_size() == 1:
+        return list(values)
+    found = torch.tensor(values, device=device.current())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [int(value) for value in found.tolist()]
 
 
 def from_first_rank(make: Callable[[], T]) -> T:

@@ -59,4 +59,4 @@ def _copy(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = 
 
 def _scale_buffer(buffer: _ParamAndGradBuffer, factor: Tensor | float) -> None:
     """Multiply the gradients of a buffer by a factor. By a tensor in fp64, as in megatron-core, takes twice as long."""
-    buffer.grad_data.mul_(float(factor))
+    buffer.grad_data.mul_(factor.float() if isinstance(factor, Tensor) else factor)

@@ -21,7 +21,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from torch import Tensor, nn
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.megatron import device
+from megaloom.runtime.launch.agreement import any_rank
 from megaloom.runtime.megatron.optimizer_state import optimizers_of
 from megaloom.runtime.megatron.weight_shards import own_values
 from megaloom.runtime.modules.model_chunk import ModelChunk
@@ -111,9 +111,7 @@ def update_weights(optimizer: MegatronOptimizer, loss: float, clip_grad: float) 
 
 def _all_ranks(condition: bool) -> bool:
     """Return whether a condition holds on all ranks. Every rank calls it."""
-    agreed = torch.tensor(int(condition), device=device.current())
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return bool(agreed)
+    return not any_rank(not condition)
 
 
 def first_bad_gradient(chunks: Iterable[ModelChunk]) -> NonFiniteValue | None:

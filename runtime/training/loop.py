@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from attrs import Attribute, asdict, define, evolve, field
 from rich.console import Console
@@ -28,7 +27,7 @@ from megaloom.runtime.data.data_split import DataSplit
 from megaloom.runtime.data.synthetic import NOTE, is_synthetic
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.engine.results import EvaluationResult
-from megaloom.runtime.launch.agreement import agreed
+from megaloom.runtime.launch.agreement import agreed, largest
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import InterruptibleConsole, ProgressDisplay, loss_text, progress_display
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, MetricsFile, StepMetrics
@@ -211,9 +210,7 @@ class Loop:
 
     def _largest_peak(self) -> int:
         """Return the peak memory of the rank with the most, until now."""
-        peak = torch.tensor(device.peak_memory(), device=device.current())
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return int(peak)
+        return largest(device.peak_memory())[0]
 
     def _diverged(self) -> str:
         """Return the last checkpoint and what to try after a loss or gradient that is not finite."""
@@ -297,13 +294,12 @@ class Loop:
         """
         stop = max((number for number in self.signals if number != signal.SIGUSR2), default=0)
         save = self.signals.count(signal.SIGUSR2)
-        numbers = torch.tensor([stop, save, self.saver.is_writing], device=device.current())
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        numbers = largest(stop, save, int(self.saver.is_writing))
         while signal.SIGUSR2 in self.signals:
             self.signals.remove(signal.SIGUSR2)
         if not numbers[2]:
             self._finish_save()
-        self.stopped, self.save_asked = int(numbers[0]), self.save_asked or bool(numbers[1])
+        self.stopped, self.save_asked = numbers[0], self.save_asked or bool(numbers[1])
 
     def _summary(self, held_out: EvaluationResult | None, test: EvaluationResult | None) -> Summary:
         assert self.saved, "a run ends with a checkpoint"

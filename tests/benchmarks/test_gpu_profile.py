@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu_profile import KernelRun, class_of, milliseconds
+from benchmarks.gpu_profile import KernelRun, class_of, idle_before, milliseconds
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,14 @@ def test_each_moment_counts_once() -> None:
         KernelRun("nccl", 3500, 5000),
     ]
     assert milliseconds(runs) == {"products": 2.0, "compiled memory-bound": 1.0, "communication": 2.0}
+
+
+def test_idle_time_counts_before_the_kernel_that_ends_it() -> None:
+    runs = [
+        KernelRun("a", 0, 1000),
+        KernelRun("nccl", 500, 3000),
+        KernelRun("b", 2000, 2500),
+        KernelRun("a", 3500, 4000),
+    ]
+    assert idle_before(runs) == {"a": [0.5]}
+    assert not idle_before([])
