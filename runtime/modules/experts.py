@@ -76,7 +76,7 @@ class Experts(SequentialMLP):
         if self.grouped is None:
             return super().forward(x, counts, scales)
         first, second = self.grouped
-        ends = counts.to(x.device).cumsum(0, dtype=torch.int32)
+        ends = counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         up = add_biases(first(x, ends, counts), ends, first.biases())
         if not self.recompute or not torch.is_grad_enabled():
             discarded, h = None, self.activation(up, scales)

@@ -24,9 +24,10 @@ from megaloom.runtime.ops.routing import top_k_experts
 
 from .experts import Experts, StackedExperts
 from .layers import LINEARS
-from .permutation import permute, unpermute
+from .permutation import permute, sort_chunks, unpermute
 
 token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute  # by gathers, not atomic additions
+token_dispatcher.sort_chunks_by_idxs = sort_chunks
 
 
 class Mixture(moe_layer.MoELayer):
@@ -52,11 +53,19 @@ class Mixture(moe_layer.MoELayer):
         self.to(device.current())  # the router creates its weight on the CPU
         if EnginePart.EXPERTS in context.engine:
             self.experts.use_engine(adds_gradients=context.adds_gradients)
+        if context.stacked_experts and self.token_dispatcher.ep_size * self.token_dispatcher.tp_size == 1:
+            # Neither messages nor products need numbers of tokens on the host, so it does not wait for them.
+            self.token_dispatcher._maybe_dtoh_and_synchronize = _kept_on_device
 
     def forward(self, x: Tensor, *, balancing: Balancing | None = None) -> Tensor:
         self.router.balancing = balancing
         y, _ = super().forward(x)
         return y
+
+
+def _kept_on_device(point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    """Return the numbers of tokens as they are. point: the place in the forward pass."""
+    return tokens_per_expert
 
 
 class SharedExperts(SharedExpertMLP):

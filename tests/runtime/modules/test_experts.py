@@ -38,17 +38,28 @@ LAYOUTS = {
 }
 
 
-def outcome(plan: Plan, stacked: bool) -> tuple[verify.Curve, dict[str, torch.Tensor], list[str]]:
-    """On each rank: three steps; the gradients of another, on rank 0; the names of parameters of experts."""
+def outcome(plan: Plan, stacked: bool) -> tuple[verify.Curve, dict[str, torch.Tensor], list[str], int]:
+    """On each rank: three steps; the gradients of another, on rank 0; the names of parameters of experts; and how many
+    tensors the host has waited for."""
+    from megatron.core.transformer.moe import token_dispatcher
+
     from megaloom.runtime.engine.engine import Engine
 
+    move, waits = token_dispatcher.maybe_move_tensor_to_cpu, 0
+
+    def counted(*args: Any, **rest: Any) -> Any:
+        nonlocal waits
+        waits += 1
+        return move(*args, **rest)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = counted
     if stacked:
         stack_experts()
     curve = verify.short_run(plan, 3, 1234)
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=2))
     found = engine.gradients(lambda i: next_token(random_text(i, 61, 32)))
     names = [name for chunk in engine.model_chunks for name, _ in chunk.named_parameters() if ".experts." in name]
-    return curve, {name: g.value for name, g in (found or {}).items()}, names
+    return curve, {name: g.value for name, g in (found or {}).items()}, names, waits
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
@@ -56,15 +67,17 @@ def test_stacked_experts_compute_what_each_does(row: str, plan_of: Any) -> None:
     name, layout = LAYOUTS[row]
     plan = plan_of(name, layout)
     ranks, stacked = (launcher.run(outcome, (plan, how), layout.world, timeout=LIMIT) for how in (False, True))
-    (one, expected, _), (all_, found, _) = ranks[0], stacked[0]
+    (one, expected, *_), (all_, found, *_) = ranks[0], stacked[0]
     comparison = verify.Comparison(all_, one, 1e-6)
     assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"
     assert found.keys() == expected.keys() and expected
     for weight, value in found.items():
         assert torch.allclose(value, expected[weight], rtol=1e-4, atol=1e-6 * float(value.abs().max())), weight
-    single, few = ([name for *_, names in each for name in names] for each in (ranks, stacked))
+    single, few = ([name for *_, names, _ in each for name in names] for each in (ranks, stacked))
     assert single and all(".local_experts." in name for name in single)
     assert few and all(re.search(r"\.experts\.linear_fc[12]\.(weight|bias)$", name) for name in few)
+    assert sum(waits for *_, waits in ranks) > 0
+    assert (sum(waits for *_, waits in stacked) > 0) is (layout.ep * layout.etp > 1)
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])

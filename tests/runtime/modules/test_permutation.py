@@ -36,6 +36,30 @@ def test_copies_and_sums_are_megatron_cores(top_k: int) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(("sizes", "order"), [([3, 0, 4, 2], [0, 1, 2, 3]), ([3, 0, 4, 2], [2, 0, 3, 1]), ([9], [0])])
+def test_sorted_chunks_are_megatron_cores(sizes: list[int], order: list[int]) -> None:
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, EMBED, generator=source, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(TOKENS, generator=source, dtype=torch.float64, requires_grad=True)
+    found = []
+    for sort in (permutation.sort_chunks, moe_utils.sort_chunks_by_idxs):
+        y, weights = sort(x, torch.tensor(sizes), torch.tensor(order), probs)
+        assert weights is not None
+        alone, none = sort(x, torch.tensor(sizes), torch.tensor(order))
+        assert none is None
+        loss = (y.square() * weights[:, None] * torch.arange(1, TOKENS + 1)[:, None]).sum()
+        found.append((y, weights, alone, *torch.autograd.grad(loss, (x, probs))))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_places_are_found_by_older_releases_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.tensor([True, False, False, True, True])
+    assert permutation._true_places(mask, 3).tolist() == [0, 3, 4]
+    monkeypatch.setattr(permutation, "KNOWN_COUNT_TORCH", permutation.TorchVersion("99"))
+    assert permutation._true_places(mask, 3).tolist() == [0, 3, 4]
+
+
 def test_tokens_with_a_capacity_are_permuted_by_megatron_core() -> None:
     chosen = torch.tensor([[True, False], [True, True], [False, False]])
     copies, _, order, *_ = permutation.permute(torch.eye(3), chosen, num_out_tokens=chosen.sum())
