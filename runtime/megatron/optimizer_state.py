@@ -49,12 +49,15 @@ class ParameterState:
         """
         if self.group is None:
             return tuple(tensor.detach().view(self.param.shape) for tensor in self.tensors)
-        full = torch.zeros(count, self.param.numel(), device=self.param.device)
-        for row, tensor in zip(full, self.tensors, strict=False):
-            row[self.start : self.stop] = tensor.detach().view(-1)
-        dist.reduce(full, group=self.group, group_dst=0)
-        result = device.to_host(full) if self.group.rank() == 0 else full.to("meta")
-        return tuple(row.view(self.param.shape) for row in result)
+        return tuple(self._gathered(self.group, i) for i in range(count))
+
+    def _gathered(self, group: dist.ProcessGroup, i: int) -> Tensor:
+        """Return one of the tensors. The device holds no other at the same time: a parameter may have all experts."""
+        full = torch.zeros(self.param.numel(), device=self.param.device)
+        if self.tensors:
+            full[self.start : self.stop] = self.tensors[i].detach().view(-1)
+        dist.reduce(full, group=group, group_dst=0)
+        return (device.to_host(full) if group.rank() == 0 else full.to("meta")).view(self.param.shape)
 
     def copy_from(self, gathered: tuple[Tensor, ...]) -> None:
         """Copy this rank's elements from tensors in the parameter's shape."""
