@@ -28,6 +28,8 @@ turbo-deepep-num-cu ; 1 ; - ; DeepEP takes another share of the device
 turbo-deepep-use-comm-stream ; 0 ; - ; DeepEP runs on another stream
 turbo-sync-free-moe-stage ; 1 ; 0 ; the host waits less often for the router
 pack-sequences ; 0 ; - ; micro-batches hold packed sequences of other lengths; the prediction is for whole ones
+fp8-dot-product-attention ; 0 ; - ; attention computes in 8 bits
+fp8-multi-head-attention ; 0 ; - ; attention computes in 8 bits
 defer-fp32-logits ; 0 ; - ; logits stay in 16 bits until the loss
 use-tokenizer-vocab-size ; 0 ; - ; the vocabulary is that of the tokenizer; the prediction has the model's
 moe-use-fused-router-with-aux-score ; 0 ; - ; the router takes fewer kernels

@@ -8,11 +8,12 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.bridge import CONTAINER_FIELDS, bridge_run
+from megaloom.planner.runs.settings.bridge_precision import RECIPE
 from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.tree import Setting, Tree, overlaid, setting_at
 from megaloom.planner.runs.words import Word
 
-from .values import Instance, Known, Value, as_tree, truth
+from .values import Instance, Known, Value, as_tree
 
 SECTIONS = ("model", "train", "ddp", "optimizer", "dataset", "comm_overlap", "mixed_precision", "tokenizer")
 CONTAINER = "ConfigContainer"
@@ -72,15 +73,15 @@ def _letter(layer: Value) -> str:
 
 
 def _precision(value: Value | None) -> Tree | None:
-    """Return the name of a recipe of mixed precision: of `bf16_mixed()`, or what another function is given."""
+    """Return the fields of mixed precision: of `MixedPrecisionConfig`, or of a named recipe and what is set later."""
     if not isinstance(value, Instance):
-        return as_tree(value)
-    is_bf16 = value.last == "MixedPrecisionConfig" and truth(value.fields.get("bf16", Known(False, value.origin)))
-    if is_bf16 and not any(value.fields.get(name) for name in ("fp8", "fp4")):
-        return Setting(Word("bf16_mixed", value.origin))
-    if value.arguments and isinstance(value.arguments[0], Known):
-        return as_tree(value.arguments[0])
-    return Setting(Word(value.last, value.origin))
+        named = as_tree(value)
+        return {RECIPE: named} if isinstance(named, Setting) and named.kind != "null" else named
+    fields = as_tree(value)
+    if value.last == "MixedPrecisionConfig" or not isinstance(fields, Mapping):
+        return fields
+    given = as_tree(value.arguments[0]) if value.arguments and isinstance(value.arguments[0], Known) else None
+    return {RECIPE: given or Setting(Word(value.last, value.origin)), **fields}
 
 
 def _hub_name(model: Instance | None) -> Word | None:

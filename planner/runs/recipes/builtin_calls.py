@@ -20,6 +20,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "max": max,
     "abs": abs,
 }
+PLAIN_TYPES = {"str": str, "int": int, "float": float, "bool": bool}
 SWITCH_ACTIONS = {"store_true": False, "store_false": True}
 
 
@@ -29,6 +30,8 @@ def computed_call(call: Instance, environment: Mapping[str, str]) -> Value | Non
         return deepcopy(call.arguments[0] if call.arguments else call.base)
     if call.last in ("Config", "Partial") and call.name.startswith("nemo_run.") and call.arguments:
         return _built(call)
+    if call.name in ("hasattr", "isinstance") and len(call.arguments) == 2:
+        return _asked_of(call)
     if call.name == "fiddle.build" and len(call.arguments) == 1:
         return call.arguments[0]  # the object that a configuration describes
     if call.name == "getattr" and len(call.arguments) > 1 and isinstance(call.arguments[0], Instance):
@@ -47,6 +50,18 @@ def computed_call(call: Instance, environment: Mapping[str, str]) -> Value | Non
     if call.base is not None and call.base.last == "ArgumentParser":
         return _argparse(call, call.base)
     return None
+
+
+def _asked_of(call: Instance) -> Value | None:
+    """Return whether an object has a field that was set, or whether a value is of a plain type; None if unknown."""
+    one, other = call.arguments
+    if call.name == "hasattr":
+        known = isinstance(one, Instance) and item_key(other) in one.fields
+        return Known(True, call.origin) if known else None
+    kind = PLAIN_TYPES.get(other.name) if isinstance(other, Foreign) else None
+    if kind is None or not isinstance(one, Known | Instance):
+        return None
+    return Known(isinstance(one, Known) and isinstance(one.value, kind), call.origin)
 
 
 def _built(call: Instance) -> Value | None:

@@ -91,7 +91,11 @@ def _follows_recipes(folder: Path, source: str) -> bool:
     parts = source.split(".")
     if any(part in NOT_FOLLOWED for part in parts):
         return False
-    return "recipes" in parts or (folder / parts[0]).is_dir() or (folder / f"{parts[0]}.py").is_file()
+    return (
+        bool({"recipes", "perf_recipes"} & {*parts})
+        or (folder / parts[0]).is_dir()
+        or (folder / f"{parts[0]}.py").is_file()
+    )
 
 
 def _configuration(module: PythonModule, name: str | None, evaluator: RecipeEvaluator, path: str) -> Value:

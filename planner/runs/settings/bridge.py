@@ -8,9 +8,12 @@ from attrs import evolve
 
 from megaloom.planner.export.bridge_fields import SWITCH_FIELDS, VALUE_FIELDS
 from megaloom.planner.export.megatron_fsdp import GATHERS_8_BITS
+from megaloom.planner.runs.settings.bridge_closed import is_unread_field
+from megaloom.planner.runs.settings.bridge_overlap import with_overlap
+from megaloom.planner.runs.settings.bridge_precision import GATHERED, precision_fields
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed
 from megaloom.planner.runs.settings.interpolation import Interpolation
-from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
+from megaloom.planner.runs.settings.near_names import first_origin, near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, leaves, setting_at
 from megaloom.planner.runs.words import Word
 
@@ -38,6 +41,13 @@ _FLAGS = {path: option for option, path in VALUE_FIELDS.items()} | {
     "comm_overlap.overlap_grad_reduce": "overlap-grad-reduce",
     "comm_overlap.overlap_param_gather": "overlap-param-gather",
     "ddp.average_in_collective": "ddp-average-in-collective",
+    "ddp.bucket_size": "ddp-bucket-size",
+    "ddp.pad_buckets_for_high_nccl_busbw": "ddp-pad-buckets-for-high-nccl-busbw",
+    "ddp.reduce_scatter_with_fp32_accumulation": "ddp-reduce-scatter-with-fp32-accumulation",
+    "ddp.nccl_ub": "use-nccl-ub",
+    "comm_overlap.bucket_size": "ddp-bucket-size",
+    "comm_overlap.overlap_p2p_comm": "overlap-p2p-comm",
+    "train.rampup_batch_size": "rampup-batch-size",
     "train.manual_gc": "manual-gc",
 }
 """Fields, and the flags of Megatron-LM that say it."""
@@ -45,7 +55,11 @@ _OF_MEGATRON = """
 optimizer.optimizer optimizer.use_precision_aware_optimizer optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype
 optimizer.main_params_dtype optimizer.main_grads_dtype optimizer.optimizer_cpu_offload
 optimizer.overlap_cpu_optimizer_d2h_h2d optimizer.use_torch_optimizer_for_cpu_offload
-optimizer.overlap_param_gather_with_optimizer_step ddp.fsdp_double_buffer ddp.outer_dp_sharding_strategy
+optimizer.overlap_param_gather_with_optimizer_step ddp.fsdp_double_buffer ddp.fsdp_manual_registration
+ddp.disable_symmetric_registration ddp.use_custom_fsdp train.empty_unused_memory_level mixed_precision.fp8_margin
+mixed_precision.fp8_amax_history_len mixed_precision.fp8_amax_compute_algo mixed_precision.fp8_dot_product_attention
+mixed_precision.fp8_multi_head_attention mixed_precision.fp4_param_gather
+ ddp.outer_dp_sharding_strategy
 ddp.keep_fp8_transpose_cache ddp.fp8_param_gather ddp.suggested_communication_unit_size ddp.delay_wgrad_compute
 comm_overlap.defer_embedding_wgrad_compute comm_overlap.delay_wgrad_compute
 comm_overlap.overlap_param_gather_with_optimizer_step mixed_precision.fp8_param_gather
@@ -69,26 +83,11 @@ _SILENT = frozenset(path for fields in SWITCH_FIELDS.values() for path in fields
     "model.deallocate_pipeline_outputs",
     "model.batch_p2p_comm",
     "model.params_dtype",
+    "model.should_pad_vocab",
     "model.pipeline_dtype",
 }
 """Fields that need no flag where no switch stands for their value."""
 _ACTIVATIONS = {"silu": "swiglu", "swiglu": "swiglu", "quick_gelu": "quick-geglu", "squared_relu": "squared-relu"}
-_PRECISIONS = {
-    "bf16_mixed": ("--bf16",),
-    "bf16": ("--bf16",),
-    "fp16_mixed": ("--fp16",),
-    "16_mixed": ("--fp16",),
-    "fp16": ("--fp16",),
-    "bf16_with_fp8_current_scaling_mixed": (
-        *("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
-        "--first-last-layers-bf16",
-    ),
-    "bf16_with_fp8_delayed_scaling_mixed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
-    "bf16_with_fp8_subchannel_scaling_mixed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "blockwise"),
-    "bf16_with_mxfp8_mixed": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
-    "bf16_with_nvfp4_mixed": ("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
-}
-"""Named recipes of mixed precision, as flags."""
 
 
 def is_bridge(tree: Tree | None) -> bool:
@@ -105,6 +104,11 @@ def bridge_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
 
 
 def _words(tree: Tree | None) -> Iterator[Word]:
+    tree = with_overlap(tree)
+    sharded = setting_at(tree, "ddp.use_megatron_fsdp")
+    if isinstance(tree, Mapping) and "mixed_precision" in tree:
+        fields = precision_fields(tree["mixed_precision"], sharded=bool(sharded and sharded.is_true))
+        tree = {**tree, "mixed_precision": fields if fields is not None else {}}
     yield from near_names(tree, _OUTSIDE_OF_MODEL, _OTHER_NAMES)
     yield from _unread_sections(tree)
     if isinstance(tree, Mapping):
@@ -120,14 +124,6 @@ def _words(tree: Tree | None) -> Iterator[Word]:
         yield from renamed(
             "--seq-length", setting_at(tree, "dataset.sequence_length") or setting_at(tree, "dataset.seq_length")
         )
-    precision = found(tree, "mixed_precision")
-    if isinstance(precision, Setting) and precision.kind != "null":
-        known = _PRECISIONS.get(precision.text.replace("-", "_"), (f"--{precision.text}",))
-        yield from (Word(text, precision.word.origin) for text in known)
-        if {"tensorwise", "delayed", "mxfp8"} & {*known}:  # training/mixed_precision.py: fp8_param_gather
-            sharded = setting_at(tree, "ddp.use_megatron_fsdp")
-            gathers = GATHERS_8_BITS if sharded and sharded.is_true else "fp8-param-gather"
-            yield Word(f"--{gathers}", precision.word.origin)
     of_tokenizer = setting_at(tree, "tokenizer.use_tokenizer_vocab_size")
     if of_tokenizer and of_tokenizer.is_true and setting_at(tree, "tokenizer.vocab_size") is None:
         yield Word("--use-tokenizer-vocab-size", of_tokenizer.word.origin)
@@ -163,8 +159,14 @@ def _field_words(path: str, value: Tree) -> Iterator[Word]:
         yield from flag_words(key, evolve(value, word=evolve(value.word, text=_DTYPES.get(text, value.text))))
     elif path in _SWITCHES and isinstance(value, Setting):
         _ = value.is_true  # refuses what is neither true nor false
+    elif path == f"mixed_precision.{GATHERED}":
+        yield Word(f"--{GATHERS_8_BITS}", first_origin(value))
+    elif path == "model.use_transformer_engine_op_fuser" and isinstance(value, Setting) and value.word.unknown:
+        return  # which perf_recipes/_common.py switches off where a model has it
     elif section == "model" and path not in _SILENT:
         yield from flag_words(key, value)
+    elif path not in _SILENT and is_unread_field(path) and not (isinstance(value, Setting) and value.kind == "null"):
+        yield unknown_setting(path, value)
 
 
 def _activation(tree: Tree | None) -> Iterator[Word]:

@@ -97,6 +97,8 @@ _LEFT_OUT = (
     _Judged("parallelism.expert_parallel_a2a_dtype", "another format of the exchange of experts"),
     _Judged("quantize.linear.float8.recipe_name", "scales of rows instead of tensors", (*_OFF, "tensorwise")),
     _Judged("float8.recipe_name", "scales of rows instead of tensors", (*_OFF, "tensorwise")),
+    _Judged("parallelism.prefetch_before_data", "gathers of weights that start before the step"),
+    _Judged("parallelism.prefetch_distance", "gathers of weights that start several layers earlier", (*_OFF, "1")),
     _Judged("parallelism.disable_loss_parallel", "a loss over the whole vocabulary on each rank"),
 )
 

@@ -98,6 +98,8 @@ BRIDGE = """model:
   moe_router_topk: 2
   gated_linear_unit: true
   add_bias_linear: false
+  tensor_model_parallel_size: 2
+  sequence_parallel: true
 tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 999}
 train: {micro_batch_size: 1, global_batch_size: 16}
 comm_overlap: {tp_comm_overlap: true}
