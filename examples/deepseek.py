@@ -1,4 +1,7 @@
-"""DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437): latent attention, many small experts and shared ones."""
+"""DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437), and Moonshot AI's models of this shape.
+
+They have latent attention, many small experts and shared ones.
+"""
 
 from attrs import evolve
 
@@ -42,9 +45,9 @@ NORM = RMSNorm(1e-6)
 MTP_WEIGHT = 0.3  # of the loss of multi-token prediction, in the first 10 T tokens (arXiv:2412.19437, section 4.2)
 
 
-def rotary(factor: float = 40, original: int = 4096) -> Rope:
+def rotary(factor: float = 40, original: int = 4096, theta: float = 10_000) -> Rope:
     """Return rotary positions scaled by YaRN. YaRN's attention factor is applied to the scores (see `scale`)."""
-    return Rope(10_000, interleaved=True, scaling=YarnScaling(factor=factor, original=original, attention_factor=1.0))
+    return Rope(theta, interleaved=True, scaling=YarnScaling(factor=factor, original=original, attention_factor=1.0))
 
 
 def scale(channels: int, factor: float = 40, mscale: float = 1.0) -> float:
@@ -138,6 +141,23 @@ def deepseek_v3(mtp_layers: int = 0) -> Model:
 def deepseek_v3_mtp() -> Model:
     """DeepSeek-V3 with multi-token prediction, as it was trained: one more layer predicts the token after the next."""
     return deepseek_v3(mtp_layers=1)
+
+
+def moonlight_16b_a3b() -> Model:
+    """Moonlight 16B A3B (arXiv:2502.16982). All norms have one epsilon here, as frameworks on Megatron-core run it."""
+    moe = MoE(SwiGLU(1408), 64, 6, balance=0.001, shared=SwiGLU(2 * 1408), score="sigmoid", corrected=True, scale=2.446)
+    plain = Rope(50_000, interleaved=True)
+    attention = MLA(heads=16, q_rank=None, kv_rank=512, nope=128, rope=64, v=128, positions=plain, eps=1e-5)
+    sizes = {"ff": 11264, "dense": 1, "sparse": 26, "vocab": 163840}
+    return deepseek("moonlight-16b-a3b", attention, 2048, moe=moe, norm=RMSNorm(1e-5), **sizes)
+
+
+def kimi_k2() -> Model:
+    """Kimi K2 (arXiv:2507.20534), 1.03 trillion parameters: DeepSeek-V3 with more experts and half of the heads."""
+    moe = MoE(SwiGLU(2048), 384, 8, balance=0.0001, shared=SwiGLU(2048), score="sigmoid", corrected=True, scale=2.827)
+    positions, s = rotary(factor=32, theta=50_000), scale(128 + 64, factor=32)
+    attention = MLA(heads=64, q_rank=1536, kv_rank=512, nope=128, rope=64, v=128, positions=positions, scale=s)
+    return deepseek("kimi-k2", attention, 7168, ff=18432, moe=moe, dense=1, sparse=60, vocab=163840)
 
 
 LATENT = {

@@ -64,8 +64,12 @@ def _tokenizer(section: Tree | None) -> Tree | None:
     switch = setting_at(section, "use_tokenizer_vocab_size")
     if section is None or not (switch and switch.is_true):
         return None
-    kind = setting_at(section, "tokenizer_type")
-    return section if kind and kind.text == "NullTokenizer" else {"use_tokenizer_vocab_size": switch}
+    kind, size = setting_at(section, "tokenizer_type"), setting_at(section, "vocab_size")
+    if not (kind and kind.text == "NullTokenizer"):
+        return {"use_tokenizer_vocab_size": switch}
+    if isinstance(section, Mapping) and size and size.text == "vocab_size":  # that of the model, which is published
+        return {"tokenizer_type": kind}
+    return section
 
 
 def _letter(layer: Value) -> str:

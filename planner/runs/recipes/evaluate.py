@@ -134,6 +134,8 @@ class RecipeEvaluator:
             scope[target.id] = value
         elif isinstance(target, ast.Attribute):
             owner = self.value(target.value, scope, module)
+            if isinstance(owner, Foreign):
+                owner = self._default(target.value, owner, scope, module)
             if isinstance(owner, Instance):
                 owner.fields[target.attr] = value
         elif isinstance(target, ast.Tuple | ast.List):
@@ -144,6 +146,13 @@ class RecipeEvaluator:
             owner, key = self.value(target.value, scope, module), self.value(target.slice, scope, module)
             if isinstance(owner, Instance) and item_key(key):
                 owner.fields[item_key(key)] = value
+
+    def _default(self, target: ast.expr, name: Foreign, scope: Scope, module: PythonModule) -> Value:
+        """Return the object that a field has by default, made where a statement changes it; a module as it is."""
+        owner = self.value(target.value, scope, module) if isinstance(target, ast.Attribute) else name
+        if not isinstance(owner, Instance) or not isinstance(target, ast.Attribute):
+            return name
+        return owner.fields.setdefault(target.attr, Instance(name.name, name.origin))
 
     def _if(self, node: ast.If, scope: Scope, module: PythonModule) -> None:
         condition = self.value(node.test, scope, module)

@@ -14,7 +14,7 @@ from megaloom.planner.export.megatron_lm import model_options
 from megaloom.planner.export.target import Target
 from megaloom.planner.runs.words import Word
 
-FAMILIES = ("llama2", "llama3", "qwen2-5", "qwen3", "deepseek", "mistral", "mixtral", "glm4")
+FAMILIES = ("llama2", "llama3", "qwen2-5", "qwen3", "deepseek", "mistral", "mixtral", "glm4", "moonlight", "kimi-k2")
 PUBLISHED_POSITIONS = 2**17  # of a model without learned positions
 ENDINGS = ("instruct", "base", "hf", "chat", "bf16", "fp8", "v0-1", "2507", "thinking")
 OTHER_NAMES: Mapping[str, str] = MappingProxyType(
@@ -29,6 +29,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
         "qwen2-72b": "qwen2-5-72b",
         "deepseek-r1": "deepseek-v3",
         "deepseek-v3-0324": "deepseek-v3",
+        "kimi-k2-instruct-0905": "kimi-k2",
         "mistral-7b-v0-3": "mistral-7b-v3",
     }
 )
@@ -36,6 +37,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 NOT_MODELLED: Mapping[str, str] = MappingProxyType(
     {
         "deepseek-v4": "its hyper-connections, compressed sparse attention and hash-routed experts are not modelled",
+        "gpt-oss": "its windows in every other layer have no flags of Megatron-LM that are written",
         "glm5": "attention to the tokens that an indexer chooses is not modelled",
         "qwen3-5": "linear attention (gated delta nets) among its layers has no flags of Megatron-LM that are read",
         "nvidia-nemotron-3": "layers of Mamba among those of attention are not read",

@@ -84,6 +84,7 @@ def test_a_command_of_swift_has_its_defaults_and_published_sizes() -> None:
         ),
         ("Qwen/Qwen3-30B-A3B-Base", "zai-org/GLM-5.2", r"GLM-5\.2: attention to the tokens that an indexer chooses"),
         ("Qwen/Qwen3-30B-A3B-Base", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "BF16: layers of Mamba among those"),
+        ("Qwen/Qwen3-30B-A3B-Base", "openai/gpt-oss-20b", "20b: its windows in every other layer have no flags"),
         ("megatron sft", "megatron rlhf", "megatron rlhf learns from preferences or rewards, which is not read"),
         ("Qwen/Qwen3-30B-A3B-Base", "org/private", "ms-swift trains org/private, of which the sizes are not known"),
         ("--packing true", "--new_option 3", "--new-option is not a known flag"),
@@ -130,6 +131,8 @@ def test_options_on_the_command_line_change_a_file_of_primus() -> None:
         ("meta-llama/Llama-3.2-3B", "llama3-3b"),
         ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+        ("moonshotai/Moonlight-16B-A3B-Instruct", "moonlight-16b-a3b"),
+        ("moonshotai/Kimi-K2-Instruct-0905", "kimi-k2"),
     ],
 )
 def test_a_published_model_is_the_example_with_all_its_parameters(name: str, example: str) -> None:

@@ -120,3 +120,13 @@ def test_helpers_of_benchmarks_are_followed(tmp_path: Path) -> None:
     (folder / "mine.py").write_text(f"{RECIPE}    benchmark_precision(cfg)\n    return cfg\n")
     run = read_file(str(folder / "mine.py"), RunInputs(devices=8, command="make"))
     assert run.layout.grad_reduce is GradReduce.BF16 and run.layout.tp == 2
+
+
+def test_a_tokenizer_without_a_model_that_takes_the_models_vocabulary_has_one_token_more() -> None:
+    def tokens(*lines: str) -> str:
+        return {fact.name: fact.value for fact in recipe(*lines).stated}["vocabulary"]
+
+    takes = ("cfg.tokenizer.use_tokenizer_vocab_size = True", "cfg.tokenizer.tokenizer_type = 'NullTokenizer'")
+    assert tokens() == "128256"
+    assert tokens(*takes, "cfg.tokenizer.vocab_size = cfg.model.vocab_size") == "128257"
+    assert tokens(*takes, "cfg.tokenizer.vocab_size = 999") == "1000"
