@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from attrs import evolve
 
@@ -31,14 +31,18 @@ def override_tree(words: Sequence[Word]) -> Tree:
 
 def repeated_overrides(words: Sequence[Word]) -> tuple[Word, ...]:
     """Return the words KEY=VALUE whose key stands before with another value."""
-    last: dict[str, str] = {}
+    matches = ((word, _OVERRIDE.fullmatch(word.text)) for word in words if not word.text.startswith("-"))
+    return repeated_names((evolve(word, text=match[2]), [_unquoted(match[3])]) for word, match in matches if match)
+
+
+def repeated_names(given: Iterable[tuple[Word, Sequence[str]]]) -> tuple[Word, ...]:
+    """Return the names that stand again with other values, of pairs of a name and its values."""
+    last: dict[str, Sequence[str]] = {}
     repeated = []
-    for word in words:
-        if (match := _OVERRIDE.fullmatch(word.text)) and not word.text.startswith("-"):
-            value = _unquoted(match[3])
-            if last.setdefault(match[2], value) != value:
-                repeated.append(evolve(word, text=match[2]))
-            last[match[2]] = value
+    for name, values in given:
+        if last.setdefault(name.text, values) != values:
+            repeated.append(name)
+        last[name.text] = values
     return tuple(repeated)
 
 

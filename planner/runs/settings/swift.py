@@ -13,6 +13,7 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words
+from megaloom.planner.runs.settings.overrides import repeated_names
 from megaloom.planner.runs.settings.tree import Setting, Tree, plain_setting
 from megaloom.planner.runs.words import Command, Origin, Word
 
@@ -121,15 +122,11 @@ def _options(words: Sequence[Word]) -> Mapping[str, Sequence[Word]]:
 def _repeated(words: Sequence[Word]) -> tuple[Word, ...]:
     """Return the options that stand again with another value."""
     starts = [position for position, word in enumerate(words) if word.text.startswith("--")]
-    last: dict[str, list[str]] = {}
-    repeated = []
-    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        for name, values in _options(words[start:end]).items():
-            texts = [word.text for word in values]
-            if last.setdefault(name, texts) != texts:
-                repeated.append(evolve(words[start], text=name))
-            last[name] = texts
-    return tuple(repeated)
+    return repeated_names(
+        (evolve(words[start], text=name), [word.text for word in values])
+        for start, end in zip(starts, [*starts[1:], len(words)], strict=True)
+        for name, values in _options(words[start:end]).items()
+    )
 
 
 def _words(options: Mapping[str, Sequence[Word]], origin: Origin) -> Iterator[Word]:
