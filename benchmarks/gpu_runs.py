@@ -41,6 +41,7 @@ from megaloom.runtime.training.chosen_backend import with_backend
 
 GiB = 2**30
 LARGE = 2**26  # bytes of a tensor that is freed; caches and workspaces of the libraries are smaller
+OWN_STORAGE = (torch.Tensor, torch.nn.Parameter)  # and not DTensor
 LIBRARIES = ("torch", "megatron-core", "transformer-engine")
 Mesh = tuple[int, ...]
 
@@ -149,15 +150,29 @@ def _free() -> None:
     """Free what a case has left on the device.
 
     megatron-core holds a model in cycles that pass through C++, which Python cannot collect: hooks on gradients refer
-    to the model. So the memory of each large tensor is freed, and the small remains stay.
+    to the model. So the memory of each parameter, of the optimizer's state and of each large tensor is freed, and the
+    small remains stay.
     """
     gc.collect()
     torch._dynamo.reset()  # else the shapes of many cases would be too many for one function
     if device.gpu_count():
-        for tensor in [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.is_cuda]:
-            if tensor.untyped_storage().nbytes() >= LARGE:
-                tensor.untyped_storage().resize_(0)
+        for tensor in [t for one in gc.get_objects() for t in _left(one) if t.is_cuda]:
+            tensor.untyped_storage().resize_(0)
         torch.cuda.empty_cache()
+
+
+def _left(one: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a case in an object: it itself, if it is a parameter or large; an optimizer's state."""
+    if isinstance(one, torch.optim.Optimizer):
+        state = (t for of in one.state.values() for t in of.values())
+        masters = (p for group in one.param_groups for p in group["params"])
+        yield from (t for t in (*state, *masters) if type(t) in OWN_STORAGE)
+    elif type(one) is torch.nn.Parameter or (isinstance(one, torch.Tensor) and _is_large(one)):
+        yield one
+
+
+def _is_large(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.untyped_storage().nbytes() >= LARGE
 
 
 def _goes_on(here: bool) -> bool:

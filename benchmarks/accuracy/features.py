@@ -60,7 +60,7 @@ NO_OVERLAP_BUFFERS = Feature(
 # CUDA graphs.
 BLOCKING_LAUNCHES = Feature(
     name="blocking-launches",
-    kernels={
+    host={
         "blocking_launches": coded(
             True,
             "CUDA_LAUNCH_BLOCKING=1 in BLOOM's runs on 320 GPUs and more (github.com/bigscience-workshop/bigscience, "

@@ -141,7 +141,7 @@ def predict(run: TrainingRun) -> Predicted:
     priced = priced_as(run)
     nbytes = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
     out_of_memory = max(required_bytes(peak.held) for peak in priced.partition.rank_peaks) > run.cluster.device.nbytes
-    most = upper_bytes(nbytes, run.memory_kind or "device", run.profile.kernels.cuda_graphs)
+    most = upper_bytes(nbytes, run.memory_kind or "device", run.profile.host.cuda_graphs)
     known = run.profile.name not in OTHER_KERNELS
     class_ = run_class(run.sparse, run.workload.precision, run.cluster.device) if known else OTHER_CLASS
     memory = held_bytes(nbytes, run.memory_kind) / GiB

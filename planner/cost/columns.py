@@ -23,6 +23,7 @@ class CostColumn(IntEnum):
     FROZEN_PARAMS = 12  # elements of weights that are not trained
     FUSED_PARAMS = 13  # elements of trained weights whose gradients products add to main gradients
     NARROW_COPIES = 14  # bytes of the copies of weights in 8 bits that products read
+    HOST = 15  # seconds for which the host launches kernels, forward and backward
 
 
 FORWARD_COLUMNS = [CostColumn.FORWARD, CostColumn.TP_FORWARD, CostColumn.CP_FORWARD, CostColumn.EP_FORWARD]

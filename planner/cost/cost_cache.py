@@ -39,6 +39,7 @@ from .cost_table import (
     NodeCost,
     bare_table,
     node_cost,
+    wait_for_host,
 )
 from .job import Job
 from .profiles.groups import FrameworkProfile
@@ -154,6 +155,7 @@ class CostCache:
             columns = ([getattr(n, name) for n in nodes] for name in SEARCHED_COSTS)
             out.append([np.array(column, dtype=float)[which] for column in columns])
         rows, by_part, full, workspace = (np.stack(column, axis=1) for column in zip(*out, strict=True))
+        wait_for_host(self.structure, rows, by_part)
         return rows, by_part, full, workspace
 
     def _distinct(self, x: Layouts) -> dict[tuple[bool, bool], tuple[list[tuple[Layout, int]], Column]]:

@@ -137,18 +137,37 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
     weights = [program(n).local_elements(s.dims, (), sizes, split) for n in ends for s in n.weights if s.trained]
     copies = 0 if precision is Precision.FP32 else profile.kernels.loss_saved_nbytes  # fp32 logits are not copied
     shapes, crossing = job.structure.live_shapes
+    rows, by_part, kept = (np.array([getattr(n, x) for n in nodes]) for x in ("row", "by_part", "kept_under_full"))
+    wait_for_host(job.structure, rows, by_part, kept)
     uses = ((graph.nodes[nodes[0]], weight) for weight, nodes in job.structure.shared_weights)
     return BareTable(
-        rows=np.array([node.row for node in nodes]),
-        by_part=np.array([node.by_part for node in nodes]),
+        rows=rows,
+        by_part=by_part,
         saved_under_full=np.array([node.saved_under_full for node in nodes]),
-        kept_under_full=np.array([node.kept_under_full for node in nodes]),
+        kept_under_full=kept,
         boundary=precision.nbytes * (crossing @ np.array(output_elements(shapes, sizes, split), dtype=np.int64)),
         workspace=max(node.workspace for node in nodes),
         library=job.library_nbytes + buffers,
         loss=max((precision.nbytes + copies) * logits, precision.nbytes * (logits + max(weights, default=0))),
         shared_elements=tuple(program(n).local_elements(w.dims, (), sizes, split) for n, w in uses),
     )
+
+
+def wait_for_host(structure: ModelStructure, rows: Rows, by_part: Rows, kept: Rows | None = None) -> None:
+    """Stretch the seconds of all kernels, in place, where the host takes longer to launch those of a micro-batch.
+
+    The host runs ahead of the device, so one node waits for the launches of another: what counts is the sum over the
+    model. rows: [.., kinds, columns]. by_part: [.., kinds, recompute parts, MODULE_COLUMNS]. kept: [.., kinds,
+    FORWARD_COLUMNS].
+    """
+    kernels_of, counts = [CostColumn.FORWARD, CostColumn.BACKWARD], structure.kind_counts
+    device = (rows[..., kernels_of].sum(axis=-1) * counts).sum(axis=-1)
+    host = (rows[..., CostColumn.HOST] * counts).sum(axis=-1)
+    factor = np.divide(host, device, out=np.ones_like(host), where=host > device)[..., None]
+    rows[..., kernels_of] *= factor[..., None]
+    by_part[..., MODULE_COLUMNS.index(CostColumn.FORWARD)] *= factor[..., None]
+    if kept is not None:
+        kept[..., FORWARD_COLUMNS.index(CostColumn.FORWARD)] *= factor
 
 
 def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostTable:
@@ -249,15 +268,14 @@ def _add_kernels(
 ) -> Iterator[Repeated]:
     """Add the seconds of a node's kernels to its row; yield the seconds that recompute repeats.
 
-    A pass takes the time of its kernels, or of the host that launches them where that is longer; a CUDA graph needs no
-    host. Adding weight gradients to the main gradients reads and writes the latter, and reads the former where no
-    product adds them. Of several experts' products it is a part of the kernels' seconds.
+    Seconds of the host are those of its launches; a CUDA graph needs none. Adding weight gradients to the main
+    gradients reads and writes the latter, and reads the former where no product adds them. Of several experts' products
+    it is a part of the kernels' seconds.
     """
     device, precision, profile = job.cluster.slowest, job.workload.precision, job.profile
     width = profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
     by_products = kernels.AddedGradients(width, execution.concurrent_experts)
-    one = profile.kernels.host_launches * device.launch_seconds
-    host_forward = host_backward = 0.0
+    one = profile.host.launches * device.launch_seconds
     apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
     stored, cores, cp = execution.stores_scores, execution.body_cores(facts), layout.cp
     for work in facts.work:
@@ -276,29 +294,26 @@ def _add_kernels(
             added=added,
         )
         took = took if beside is None or work.whole else took.plus(beside)
-        launch_forward, launch_backward = took.forward_kernels * one, took.backward_kernels * one
+        row[CostColumn.HOST] += (took.forward_kernels + took.backward_kernels) * one
         apart -= took.fused_gradients
         alone += took.fused_gradients * (added is not None and not added.beside_others(work))
         wait_forward = wait_backward = 0.0
         if work.kind is WorkKind.DISPATCH and device.units > 1:
-            experts = kernels.expert_launch_seconds(facts.work, profile, execution.grouped_experts)
+            experts = kernels.expert_launch_seconds(facts.work, profile, execution)
             wait_forward = profile.experts.dispatch_seconds + experts
             wait_backward = wait_forward + experts
             if profile.experts.padded_tokens:  # the host knows each expert's number of tokens, so it launches ahead
-                launch_forward, launch_backward = launch_forward + wait_forward, launch_backward + wait_backward
+                row[CostColumn.HOST] += wait_forward + wait_backward
                 wait_forward = wait_backward = 0.0
         row[CostColumn.FORWARD] += took.forward + wait_forward
         row[CostColumn.BACKWARD] += took.backward + wait_backward
-        host_forward, host_backward = host_forward + launch_forward, host_backward + launch_backward
         modules = NO_MODULES if core and core.kernel.recomputes else work.recomputed_by
-        yield CostColumn.FORWARD, modules, max(took.forward + wait_forward, launch_forward)
+        yield CostColumn.FORWARD, modules, took.forward + wait_forward
     if kind.in_recomputed_block:
         cast = profile.narrow.cast_moved_nbytes / device.moves
         uncast_forward, uncast_backward = torch_blocks.uncast_elements(job, facts, layout)
         row[CostColumn.FORWARD] -= cast * uncast_forward
         row[CostColumn.BACKWARD] -= cast * uncast_backward
-    row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], host_forward)
-    row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], host_backward)
     passes = profile.kernels.memory_passes.get("gradient", ONE_PASS)[1]
     moved = passes * (precision.nbytes + 2 * width) * max(0, apart) + 2 * width * alone
     row[CostColumn.BACKWARD] += moved / device.moves

@@ -14,6 +14,7 @@ from attrs import frozen
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.value import Fusion
 from megaloom.dsl.work_kinds import WorkKind
+from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.workload import Precision
 
@@ -134,7 +135,7 @@ def kernel_seconds(
     a node, are its logits.
     """
     took = priced or _kernel(work, device, precision, profile, inside, stored_scores, added)
-    if device.units > 1 and not profile.kernels.blocking_launches:
+    if device.units > 1 and not profile.host.blocking_launches:
         return took
     one = device.launch_seconds
     forward, backward = took.forward + took.forward_kernels * one, took.backward + took.backward_kernels * one
@@ -276,12 +277,14 @@ def product_efficiency(
     return best * k / (k + depth)
 
 
-def expert_launch_seconds(works: Iterable[Work], profile: FrameworkProfile, grouped: bool) -> float:
+def expert_launch_seconds(works: Iterable[Work], profile: FrameworkProfile, execution: Execution) -> float:
     """Return the seconds that a forward pass of experts waits for the host, after the dispatch.
 
-    works: of the node. grouped: one kernel computes the products of all experts.
+    works: of the node. Experts whose weights are one parameter need as few launches as one layer.
     """
+    if execution.stacked_experts:
+        return 0.0
     experts = profile.experts
-    each = experts.grouped_launch_seconds if grouped else None
+    each = experts.grouped_launch_seconds if execution.grouped_experts else None
     most = max(w.count for w in works if w.kind is WorkKind.PRODUCT)
     return most * (experts.launch_seconds if each is None else each)

@@ -51,12 +51,12 @@ MOMENTS_16 = Feature(
 )
 LAYER_GRAPHS = Feature(
     name="layer-graphs",
-    kernels={"cuda_graphs": coded(True, "--cuda-graph-impl of parts of a layer")},
+    host={"cuda_graphs": coded(True, "--cuda-graph-impl of parts of a layer")},
     experts={"dispatch_seconds": fitted(0.2e-3, "published MoE runs with CUDA graphs: the host still counts tokens")},
 )
 ITERATION_GRAPHS = Feature(
     name="iteration-graphs",
-    kernels={"cuda_graphs": coded(True, "--cuda-graph-impl of the whole iteration")},
+    host={"cuda_graphs": coded(True, "--cuda-graph-impl of the whole iteration")},
     buffers={
         "graph_pool_share": fitted(
             32 / 77,

@@ -34,7 +34,7 @@ class ContextCommunication(StrEnum):
 
 @frozen(kw_only=True)
 class KernelSettings:
-    """Kernels of everything but attention and experts, and how the host launches them."""
+    """Kernels of everything but attention and experts."""
 
     memory_passes: Passes = field(
         default=MappingProxyType({}),
@@ -59,20 +59,31 @@ class KernelSettings:
         source="megatron-core, tensor_parallel/cross_entropy.py: an fp32 copy",
     )
     only_swiglu_fused: bool = setting(False, "SwiGLU is the only gated unit with a fused kernel")
+    wgrad_fusion: bool = setting(
+        False, "products that make weight gradients add them to main gradients, where the runtime can (`Execution`)"
+    )
+
+
+@frozen(kw_only=True)
+class HostSettings:
+    """Launches of kernels by the host, and its work between two steps."""
+
     launch_factor: float = setting(
         1.0,
         "host time per kernel, in kernel launches of the device",
         unit="launches per kernel",
         source="the device's launch time alone",
     )
+    step_launches: float = setting(
+        0.0,
+        "host time between two steps in which a GPU has nothing to do, in kernel launches of the device",
+        unit="launches per step",
+    )
     cuda_graphs: bool = setting(False, "kernels are launched by CUDA graphs and wait for no host")
     blocking_launches: bool = setting(False, "a kernel is launched when the one before it has ended")
-    wgrad_fusion: bool = setting(
-        False, "products that make weight gradients add them to main gradients, where the runtime can (`Execution`)"
-    )
 
     @property
-    def host_launches(self) -> float:
+    def launches(self) -> float:
         """Return the host time per kernel, in kernel launches of the device; CUDA graphs need none."""
         return 0.0 if self.cuda_graphs else self.launch_factor
 
@@ -319,6 +330,7 @@ class Feature:
 
     name: str
     kernels: Changes = field(default=UNCHANGED, hash=False)
+    host: Changes = field(default=UNCHANGED, hash=False)
     attention: Changes = field(default=UNCHANGED, hash=False)
     optimizer: Changes = field(default=UNCHANGED, hash=False)
     sharded_weights: Changes = field(default=UNCHANGED, hash=False)
@@ -335,6 +347,7 @@ class FrameworkProfile:
 
     name: str
     kernels: KernelSettings = KernelSettings()
+    host: HostSettings = HostSettings()
     attention: AttentionSettings = AttentionSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     sharded_weights: ShardedWeightSettings = ShardedWeightSettings()

@@ -9,6 +9,7 @@ from .groups import ContextCommunication, Feature
 
 _H200 = "benchmarks/steps.py and benchmarks/kernels.py on an H200"
 _H100 = "profiles of DeepSeek-V3 and GPT-OSS layers on an H100, torch 2.11, 2026-11-23"
+_HOST = "GPT-2 and eight layers of 512 channels on an H200, torch 2.11, megatron-core 0.19.2, 2026-11-28"
 _BESIDE = "two H100, torch 2.11 (cuBLAS 13), NCCL 2.28 with 24 channels, 2026-11-27"
 _SUMS = "one kernel reads all copies of tokens once and writes their sums"
 
@@ -29,12 +30,12 @@ TORCH_KERNELS = Feature(
                 f"{_H200}: adding a 16-bit gradient to the fp32 one takes 47 ms, its bytes 27 ms (Mixtral 8x7B layers)",
             ),
         },
-        "launch_factor": measured(1.25, f"{_H200}: 18 us a kernel in steps of one short sequence"),
         "loss_moved_nbytes": measured(
             70, f"{_H200}: megatron-core's loss on logits cast to fp32, 8.7 ms for 4096 x 128256"
         ),
         "only_swiglu_fused": coded(True, "megatron-core without Transformer Engine, fusions/"),
     },
+    host={"launch_factor": measured(1.25, f"{_H200}: 18 us a kernel in steps of one short sequence")},
     attention={
         "values_share_qkv": coded(
             True, "megatron-core without Transformer Engine, transformer/attention.py: torch.split of the QKV tensor"
@@ -67,13 +68,18 @@ MEGALOOM_KERNELS = Feature(
             "route": coded((1.8, 0.7), f"{_H100}: tokens are gathered; runtime/modules/permutation.py: {_SUMS}"),
             "combine": coded((1.0, 1.2), f"runtime/modules/permutation.py: {_SUMS}; {_H100}: gradients are gathered"),
         },
-        "launch_factor": measured(1.75, f"{_H200}: 24 us a kernel; the kernels that remain wait longer"),
         "loss_moved_nbytes": measured(
             10,
             f"{_H200}: 1.2 ms for 4096 x 128256; logits are read twice, and once more as their gradient is written",
         ),
         "loss_saved_nbytes": coded(2, "the gradient is written beside the logits"),
         "wgrad_fusion": coded(True, "runtime/megatron/fused_gradients.py"),
+    },
+    host={
+        "launch_factor": measured(3.5, f"{_HOST}: 46 us a kernel, which takes 13.2 us alone"),
+        "step_launches": measured(
+            600, f"{_HOST}: 13.5 ms of a step of such models; 9.5 ms of one of four layers of Llama 3 8B are idle"
+        ),
     },
     narrow={
         "keeps_weight_copies": coded(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.devices import Device, Link
+from megaloom.planner.hardware.calibration import Sample, predicted_seconds
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 
@@ -94,7 +95,8 @@ def test_presets_are_physical(name: str) -> None:
 
 def test_what_was_measured_is_what_the_figures_give() -> None:
     h200 = PRESETS["H200"]  # measured: 790 TFLOP/s, 4.3 TB/s, an all-reduce over four takes 25 us
-    assert h200.device.flops["bf16"] * h200.device.flops_efficiency == pytest.approx(790e12, rel=0.01)
+    product = Sample(kind="product", precision="bf16", shape=(8192, 14336, 4096), seconds=0.0)
+    assert product.amount / predicted_seconds(product, cluster("1xH200")) == pytest.approx(790e12, rel=0.015)
     assert h200.device.bandwidth * h200.device.bandwidth_efficiency == pytest.approx(4.3e12, rel=0.01)
     assert h200.intra.latency + 5 * h200.intra.hop == pytest.approx(25e-6, rel=0.05)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 from attrs import evolve, fields
 from hypothesis import given
@@ -25,6 +26,7 @@ from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.qwen3 import qwen3_30b_a3b
 from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layouts import Layouts, Rows
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost.columns import CostColumn
 from megaloom.planner.cost.cost_cache import CostCache
@@ -116,41 +118,62 @@ def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
     device = PRESETS["A100"].device
     for work in works(llama3_8b()):
         ours, alone = (
-            kernel_seconds(work, device, Precision.FP16, changed(used, kernels={"blocking_launches": b}))
+            kernel_seconds(work, device, Precision.FP16, changed(used, host={"blocking_launches": b}))
             for b in (True, False)
         )
         assert ours.forward == alone.forward + alone.forward_kernels * device.launch_seconds
         assert ours.forward_kernels == ours.backward_kernels == 0
 
 
-def experts(used: FrameworkProfile, layout: Layout) -> tuple[float, float]:
-    """Seconds of a layer of Qwen3 30B A3B's experts on H100, forward: kernels with their waits, and the exchange."""
+def experts(used: FrameworkProfile, layout: Layout) -> Rows:
+    """Costs of a layer of Qwen3 30B A3B's experts on H100."""
     result = model_structure(graph(qwen3_30b_a3b()))
     i = next(i for i, kind in enumerate(result.kinds) if type(kind.node.op).__name__ == "MoE")
-    row = CostCache(result, Workload(seq=4096, batch=64), cluster("16xH100"), used).node_cost(i, layout).row
-    return float(row[CostColumn.FORWARD]), float(row[CostColumn.EP_FORWARD])
+    return CostCache(result, Workload(seq=4096, batch=64), cluster("16xH100"), used).node_cost(i, layout).row
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 8, 16]))
 def test_a_host_that_waits_for_no_numbers_goes_ahead(ep: int, micro_batch: int) -> None:
-    """Padded experts take the longer of their kernel time and their launch time."""
-    layout = Layout(dp=16, ep=ep, micro_batch=micro_batch)
-    waits, (ahead, _) = (
-        MEGATRON.experts.dispatch_seconds,
-        experts(compose("padded", [PADDED_EXPERTS], MEGATRON), layout),
-    )
-    never, _ = experts(changed(MEGATRON, experts={"dispatch_seconds": 0.0, "launch_seconds": 0.0}), layout)
-    each = 128 // ep * MEGATRON.experts.launch_seconds
-    assert max(never, waits + each) <= ahead * (1 + 1e-9) <= experts(MEGATRON, layout)[0] * (1 + 2e-9)
+    """The launches of padded experts are the host's, beside the kernels; else the kernels wait for them."""
+    layout, passes = Layout(dp=16, ep=ep, micro_batch=micro_batch), [CostColumn.FORWARD, CostColumn.BACKWARD]
+    waits, each = MEGATRON.experts.dispatch_seconds, 128 // ep * MEGATRON.experts.launch_seconds
+    never = experts(changed(MEGATRON, experts={"dispatch_seconds": 0.0, "launch_seconds": 0.0}), layout)
+    ahead, late = experts(compose("padded", [PADDED_EXPERTS], MEGATRON), layout), experts(MEGATRON, layout)
+    assert late[passes] - never[passes] == pytest.approx([waits + each, waits + 2 * each])
+    assert late[CostColumn.HOST] == pytest.approx(never[CostColumn.HOST])
+    assert ahead[CostColumn.HOST] - never[CostColumn.HOST] == pytest.approx(2 * waits + 3 * each)
+
+
+@given(st.sampled_from([1, 8, 64]), st.floats(0, 10), st.floats(0, 10))
+def test_kernels_take_the_longer_of_their_own_time_and_the_launches_of_the_whole_model(
+    microbatch: int, factor: float, more: float
+) -> None:
+    """A node that the device has done before the next launch hides the launches of others, not only its own."""
+    structure = model_structure(graph(llama3_8b()))
+    counts, used = structure.kind_counts, changed(OWN, host={"launch_factor": factor})
+    passes, layout = [CostColumn.FORWARD, CostColumn.BACKWARD], Layout(micro_batch=microbatch)
+    seconds = []
+    for profile in (
+        changed(OWN, host={"launch_factor": 0.0}),
+        used,
+        changed(used, host={"launch_factor": factor + more}),
+    ):
+        cache = CostCache(structure, Workload(seq=128, batch=64), cluster("1xH100"), profile)
+        rows = cache.bare_table(layout).rows
+        seconds.append(float((counts[:, None] * rows[:, passes]).sum()))
+        host = float((counts * rows[:, CostColumn.HOST]).sum())
+        assert seconds[-1] == pytest.approx(max(seconds[0], host))
+        assert np.array_equal(cache.rows(Layouts.of([layout]))[0][0], rows)
+    assert seconds == sorted(seconds)
 
 
 def test_an_exchange_that_overlaps_takes_a_share_of_the_device() -> None:
     """However much of it is hidden."""
     layout = Layout(dp=16, ep=16)
     hidden = evolve(layout, overlaps=OverlapSet((*layout.overlaps, Overlap.EXPERTS)))
-    _, alone = experts(MEGATRON, layout)
-    _, seen = experts(changed(MEGATRON, overlap={"experts_hidden": 1.0}), hidden)
-    assert seen == pytest.approx(16 / 132 * alone)
+    alone = experts(MEGATRON, layout)
+    seen = experts(changed(MEGATRON, overlap={"experts_hidden": 1.0}), hidden)
+    assert seen[CostColumn.EP_FORWARD] == pytest.approx(16 / 132 * alone[CostColumn.EP_FORWARD])
 
 
 EVERY = [*PROFILES.values(), *PUBLISHED.values(), *(compose(f.name, [f]) for f in FEATURES.values())]
