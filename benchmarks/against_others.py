@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("against_others.jsonl"))
     parser.add_argument("--together", type=int, default=2, help="programs in the devices' memory at once")
     parser.add_argument("--report", action="store_true", help="print what the file of results has, and run nothing")
-    parser.add_argument("--seconds", type=float, default=120, help="limit on the programs that run together")
+    parser.add_argument("--seconds", type=float, default=240, help="limit on the programs that run together")
     options = parser.parse_args()
     if unknown := [case for case in options.cases if case not in CASES]:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")

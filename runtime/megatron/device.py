@@ -178,6 +178,7 @@ def _hidden(package: str) -> Iterator[None]:
 def _silence_warnings() -> None:
     """Silence warnings of torch and megatron-core that no user can act on."""
     for category, message in (
+        (SyntaxWarning, "invalid escape sequence"),  # as Python compiles megatron-core 0.19 for the first time
         (UserWarning, "(Transformer Engine and )?Apex (is|are) not installed"),  # optional
         (UserWarning, r"barrier\(\): using the device under current context"),  # `rank` has set it
         (UserWarning, "If you are using transformer_engine"),  # about selective recompute; not used here
