@@ -29,7 +29,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from benchmarks.gpu_cases import CASES, Case, planned
-from benchmarks.gpu_report import RESULTS, THIS_COMMAND, Measured, append, read, report
+from benchmarks.gpu_report import MACHINES, RESULTS, THIS_COMMAND, Measured, append, read, report
 from benchmarks.time_limit import process_time_limit
 from benchmarks.timed_steps import timed_steps
 from megaloom.dsl.errors import UserError
@@ -54,6 +54,7 @@ class Budget:
     case: float  # seconds of one case
     last: float  # seconds after the command began from which on no case begins
     uncounted: int = 4  # first steps, which compile kernels and fill the allocator
+    machine: str = ""  # the profile of the machine, for each result
 
 
 def run(cases: Sequence[Case], name: str, output: Path, budget: Budget, *, again: bool = False) -> None:
@@ -140,6 +141,7 @@ def measured(case: Case, plan: Plan, gpus: str, budget: Budget) -> Measured:
         libraries=", ".join(_libraries()),
         date=date.today().isoformat(),
         steps=len(took),
+        machine=budget.machine,
         step_seconds=round(median(took), 5),
         memory_gib=round(allocated_gib, 3),
         reserved_gib=round(reserved_gib, 3),
@@ -214,6 +216,7 @@ def options() -> Namespace:
     parser.add_argument("--steps", type=int, default=12, help="steps of a case")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a case")
     parser.add_argument("--limit", type=float, default=450, help="seconds after which no case begins")
+    parser.add_argument("--machine", default="", metavar="FILE", help=f"profile of this machine, a file of {MACHINES}")
     parser.add_argument("--again", action="store_true", help="run cases that the repository has a run of, too")
     parser.add_argument("--list", action="store_true", help="print the cases")
     parser.add_argument("--report", action="store_true", help="compare the results of all runs with plans")
@@ -232,7 +235,7 @@ def main() -> None:
         return
     if device.gpu_count() < asked.gpus:
         raise SystemExit(f"--gpus {asked.gpus}: this machine has {device.gpu_count()} GPUs")
-    budget = Budget(steps=asked.steps, case=asked.timeout, last=asked.limit)
+    budget = Budget(steps=asked.steps, case=asked.timeout, last=asked.limit, machine=Path(asked.machine).name)
     run(cases, device.local_cluster().partition("x")[2], asked.output, budget, again=asked.again)
     print(report(read(asked.output), cases))
 
