@@ -194,7 +194,7 @@ def _of_script(script: Script, path: str, given: RunInputs, *, of_settings: bool
     check_program(launch.program)
     assumed = list(chosen.assumed)
     if is_slime(launch.words):
-        stated = slime_devices(launch.words)
+        stated = slime_devices(launch.words, given.devices)
         launch = evolve(launch, words=slime_words(launch.words, given.flags))
         assumed.append(Note("slime's flags that are none of Megatron-LM are left out", launch.program.origin))
         assumed += repeated_flags(chosen.launch.words)

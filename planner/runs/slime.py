@@ -38,9 +38,21 @@ def is_slime(words: Sequence[Word]) -> bool:
     return any(word.text == MARK for word in words)
 
 
-def slime_devices(words: Sequence[Word]) -> Devices | None:
-    """Return the devices that train, as the flags of the actor state them."""
+def slime_devices(words: Sequence[Word], asked: int | None) -> Devices | None:
+    """Return the devices that train, as the flags of the actor state them; None if they are not known but `asked`.
+
+    Raise UserError if they are neither known nor asked for.
+    """
     flags = _values(words)
+    named = ("--actor-num-nodes", "--actor-num-gpus-per-node")
+    if lacking := next((flags[name] for name in named if name in flags and flags[name].unknown), None):
+        if asked:
+            return None
+        causes = " and ".join(f"{one.kind} {one.name}" for one in lacking.unknown)
+        raise UserError(
+            f"{lacking.origin}: the number of GPUs that train depends on {causes}\n"
+            "give it with their kind: --gpus 8xH100"
+        )
     nodes, each = _number(flags, "--actor-num-nodes"), _number(flags, "--actor-num-gpus-per-node")
     origin = flags["--actor-num-gpus-per-node"].origin if each else None
     return Devices((nodes or 1) * each, each, origin) if each else None
@@ -104,9 +116,10 @@ def repeated_flags(words: Sequence[Word]) -> Iterator[Note]:
 
 def _known(words: Sequence[Word]) -> Iterator[Word]:
     """Yield the flags of Megatron-LM with their values, and what may stand for flags."""
-    keep = True
+    keep, before = True, ""
     for word in words:
-        if looks_like_flag(word.text) or (word.unknown and not word.text):
+        is_value, before = before in OF_SLIME, word.text
+        if looks_like_flag(word.text) or (word.unknown and not word.text and not is_value):
             name = word.text.partition("=")[0]
             keep = bool(word.unknown) or name in table() or _may_be_meant(name)
         if keep:

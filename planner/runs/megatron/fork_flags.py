@@ -16,6 +16,7 @@ DEEPSPEED_FIELDS = (
     value_flag("pp-partition-method", str),
     value_flag("tokenizer-name-or-path", str),
     value_flag("num-key-value-heads", int),
+    value_flag("rotary-position-embeddings-theta", int),
 )
 FORK_SWITCHES = """
 deepspeed-activation-checkpointing abort-on-unmet-fused-kernel-constraints universal-checkpoint
@@ -24,6 +25,7 @@ override-lr-scheduler deepspeed_mpi|deepspeed-mpi no-pipeline-parallel create-mo
 sync-tp-duplicated-parameters log-optimizer-states-to-tensorboard use-mpi no-load-lr-state reset-iteration
 no-query-key-layer-scaling:apply_query_key_layer_scaling reproduce use-hip-profiler verify-checkpoint
 enable-hf2mg-convert no-shared-storage is-instruction-dataset tokenizer-not-use-fast
+repeated-dataloader mask_user_turn
 """
 FORK_VALUES = """
 deepspeed_config|deepspeed-config data-impl valid-num-workers kill-switch-path codecarbon-dir train-tokens

@@ -128,6 +128,8 @@ def _with_own_names(a: Arguments) -> Arguments:
         given["num_layers"] = given["encoder_num_layers"]
     if groups := given.get("num_key_value_heads"):
         given |= {"num_query_groups": groups, "group_query_attention": evolve(groups, value=True)}
+    if base := given.get("rotary_position_embeddings_theta"):
+        given["rotary_base"] = base
     if (norm := given.get("normalization")) and norm.value in LOWER_NORMS:
         given["normalization"] = evolve(norm, value=LOWER_NORMS[norm.value])
     return evolve(a, given=given)

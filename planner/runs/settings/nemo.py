@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
-from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
+from megaloom.planner.runs.settings.near_names import first_origin, near_names
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, setting_at
 from megaloom.planner.runs.words import Unknown, Word
 
@@ -51,6 +52,7 @@ _HARMLESS = frozenset(
         "tp_only_amax_red",
         "precision",  # which the trainer's replaces
         "get_attention_mask_from_fusion",
+        "answer_only_loss",
         "seed",
         "resume_from_checkpoint",
         "use_cpu_initialization",
@@ -197,7 +199,11 @@ def _precision(tree: Tree | None) -> Iterator[Word]:
 def _optimizer(optim: Tree | None) -> Iterator[Word]:
     name = setting_at(optim, "name")
     if optim is not None and name is None:
-        yield unknown_setting("model.optim without name", optim)
+        at = first_origin(optim)
+        raise UserError(
+            f"{at}: model.optim has no name here, so the optimizer is not known: a parent file states it\n"
+            "read the file beside its parent, or give `-- model.optim.name=distributed_fused_adam`"
+        )
     if name and name.text not in _DISTRIBUTED | _ADAM:
         yield from renamed("--optimizer", name)  # which is refused
     yield from switch_words("--use-distributed-optimizer", name if name and name.text in _DISTRIBUTED else None)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
+
+from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import near_names
-from megaloom.planner.runs.settings.tree import Tree, found, setting_at
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, leaves, setting_at
 from megaloom.planner.runs.words import Unknown, Word
 
 _RENAMED = {
@@ -33,7 +36,8 @@ _POLICY = (
     "megatron_cfg.peft.enabled",
 )
 """Paths below `policy` that are read."""
-_CLUSTER = ("cluster.num_nodes", "cluster.gpus_per_node", "policy")
+_PER_NODE = "cluster.gpus_per_node"
+_CLUSTER = ("cluster.num_nodes", _PER_NODE, "policy")
 _OTHER_KEYS = frozenset({"train_mb_tokens", "logprob_mb_tokens", "refit_buffer_size_gb", "logprob_batch_size"})
 _OF_OPTIMIZER = frozenset({"bf16", "fp16", "params_dtype"})  # which the policy's precision sets
 _READ_BELOW = frozenset(
@@ -73,17 +77,41 @@ def nemo_rl_run(tree: Tree, path: str, environment: Mapping[str, str], missing: 
     enabled = setting_at(resolved, "policy.megatron_cfg.enabled")
     if not (enabled and enabled.is_true):
         raise UserError(f"{path} trains with DTensor (policy.megatron_cfg.enabled is false), which is not read")
-    nodes, per_node = setting_at(resolved, "cluster.num_nodes"), setting_at(resolved, "cluster.gpus_per_node")
+    nodes, per_node = _training_gpus(resolved)
     model = setting_at(resolved, "policy.model_name")
     return SettingsRun(
         framework="NeMo-RL",
         words=(*near_names(resolved, _CLUSTER), *_words(found(resolved, "policy"))),
-        nodes=nodes.word if nodes else None,
-        per_node=per_node.word if per_node else None,
+        nodes=nodes,
+        per_node=per_node,
         model=model.word if model else None,
         unknown=missing,
         assumed=tuple(inserted.assumed),
     )
+
+
+def _training_gpus(tree: Tree | None) -> tuple[Word | None, Word | None]:
+    """Return the machines that train and the GPUs of each: those of the cluster that neither generate nor judge."""
+    words = [one.word if one else None for one in map(partial(setting_at, tree), ("cluster.num_nodes", _PER_NODE))]
+    nodes, each = words
+    apart, named = setting_at(tree, "policy.generation.colocated.enabled"), found(tree, "data")
+    taken = ["policy.generation.colocated.resources"] if apart and not apart.is_true else []
+    judges = any("reward_model" in leaf.text for _, leaf in leaves(named) if isinstance(leaf, Setting))
+    taken += ["env.reward_model.resources"] if judges else []
+    if nodes is None or each is None:
+        return nodes, each
+    shared = nodes.text == "1"  # then they have GPUs of the one machine
+    for path in taken:
+        lent = setting_at(tree, f"{path}.{'gpus_per_node' if shared else 'num_nodes'}")
+        nodes, each = (nodes, _less(each, lent, path)) if shared else (_less(nodes, lent, path), each)
+    return nodes, each
+
+
+def _less(word: Word, lent: Setting | None, path: str) -> Word:
+    """Return a number without those that are lent; a word that is not known if either is none."""
+    if lent and lent.text.isdecimal() and word.text.isdecimal() and not word.unknown:
+        return evolve(word, text=str(int(word.text) - int(lent.text)))
+    return evolve(word, text="", unknown=(Unknown(path, "variable", word.origin),))
 
 
 def _words(policy: Tree | None) -> Iterator[Word]:

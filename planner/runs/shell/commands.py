@@ -13,7 +13,7 @@ from megaloom.planner.runs.shell.builtins import BUILTINS
 from megaloom.planner.runs.shell.expand.arithmetic import ArithmeticUnknownError
 from megaloom.planner.runs.shell.expand.conditions import BINARY, BracketCondition, Surroundings
 from megaloom.planner.runs.shell.expand.printing import echoed, formatted
-from megaloom.planner.runs.shell.expand.pure import FILTERS, PURE_PROGRAMS, READING_FILES
+from megaloom.planner.runs.shell.expand.pure import FILTERS, PURE_PROGRAMS, READING_FILES, found_by_grep
 from megaloom.planner.runs.shell.expand.state import State, Status, indexed
 from megaloom.planner.runs.shell.folders import Folders, moved
 from megaloom.planner.runs.shell.parse.syntax import (
@@ -74,6 +74,9 @@ class CommandEvaluator(AssignmentEvaluator):
             state.status = Status()
             for assignment in node.assignments:
                 self.assign(assignment, state)
+            if self.capturing and not node.assignments and [r.operator for r in node.redirections] == ["<"]:
+                path = self.expander.text(node.redirections[0].target, state)  # `$(<FILE)` prints a file
+                return self._cat((literal("cat", node.origin), path), state, node.origin)
             return ""
         before = {a.name: state.variables.get(a.name) for a in node.assignments}
         for assignment in node.assignments:
@@ -111,7 +114,17 @@ class CommandEvaluator(AssignmentEvaluator):
             state.output += output
             state.status = Status()
             return ""
+        if name == "grep" and (found := self._searched(words[1:], state)) is not None:
+            state.status = Status(int(not found))
+            return ""
         return self.external(words, state, origin)
+
+    @staticmethod
+    def _searched(words: CommandWords, state: State) -> bool | None:
+        """Return whether `grep -q` finds its text in a known input; None if that is not known."""
+        if state.stdin is None or any(map(cause, [*words, state.stdin])):
+            return None
+        return found_by_grep([known_text(word) or "" for word in words], shown(state.stdin))
 
     def _pure(self, name: str, words: CommandWords, state: State, origin: Origin) -> Text | None:
         texts = [known_text(w) for w in words]

@@ -102,7 +102,7 @@ class ProgramEvaluator(CommandEvaluator):
     def __init__(self, folders: Folders) -> None:
         super().__init__(folders)
         self.depth = 0
-        self.started: list[Path] = []  # scripts that are evaluated now
+        self.started: list[Path | str] = []  # scripts that are evaluated now, and names of written ones
         self.handlers |= {"eval": self._eval, "source": self._source, ".": self._source, "exec": self._exec}
 
     def parsed(self, source: Source, state: State) -> Flow:
@@ -174,9 +174,15 @@ class ProgramEvaluator(CommandEvaluator):
         if name is None:
             return False
         found, is_batch = self._found(name, state), bool(prefix) and shown(prefix[0]) == "sbatch"
-        if found is None or (is_batch and resolved_path(found.origin(0).path) in self.started):
+        if found is None:
+            return False
+        written = posixpath.normpath(name)
+        started: Path | str = written if written in state.files else resolved_path(found.origin(0).path)
+        if is_batch and started in self.started:
             return False  # a job that submits itself again
+        self.started.append(started)
         self._inner(found, prefix, words, state, is_batch)
+        self.started.pop()
         return True
 
     def _found(self, name: str, state: State) -> Source | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import graph
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.runs.megatron.read import Hints
 from megaloom.planner.runs.read import RunInputs, read_text
@@ -179,3 +180,56 @@ def test_flags_of_slime_that_are_nearly_others_are_left_out() -> None:
     text = f"""python3 train.py {GPT} {TOKENS} --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-batch-size 8 \\
   --rm-type math --n-samples-per-eval-prompt 8"""
     assert read(text).devices.count == 8
+
+
+def test_gpus_of_slime_that_a_program_counts_are_asked_for() -> None:
+    text = f"""COUNT=${{COUNT:-$(nvidia-smi -L | wc -l)}}
+python3 train.py {GPT} {TOKENS} --actor-num-nodes 1 --actor-num-gpus-per-node $COUNT --rollout-batch-size 8"""
+    with pytest.raises(UserError, match=r"the number of GPUs that train depends on .*\n.*--gpus 8xH100"):
+        read(text)
+    assert read(text, devices=16).devices.count == 16
+    assert read(text, environment={"COUNT": "4"}).devices.count == 4
+
+
+@pytest.mark.parametrize(
+    ("search", "layers"),
+    [
+        ("grep -q -- --deep", "8"),
+        ("grep -qF -- --shallow", "4"),
+        ("grep -q deep", "8"),
+        ("grep -q dee.", None),
+        ("grep -c deep", None),
+    ],
+)
+def test_a_search_in_a_known_text_is_a_known_condition(search: str, layers: str | None) -> None:
+    text = f"""ARGS="--deep --wide"
+L=4
+if echo "$ARGS" | {search}; then L=8; fi
+torchrun --nproc_per_node 8 pretrain_gpt.py {GPT} {TOKENS} --num-layers $L"""
+    if layers is not None:
+        assert facts(read(text))["layers"] == layers
+        return
+    with pytest.raises(UserError, match="depends on command grep"):
+        read(text)
+
+
+def test_a_file_that_is_not_there_is_not_empty() -> None:
+    text = f"""TOTAL=$(<sizes/total.txt)
+if [ -z "$TOTAL" ]; then exit 1; fi
+torchrun --nproc_per_node 8 pretrain_gpt.py {GPT} {TOKENS}"""
+    assert facts(read(text))["layers"] == "4"
+    with pytest.raises(UserError, match=r"depends on file sizes/total\.txt"):
+        read(f"{text} --seed 1 --micro-batch-size $TOTAL")
+
+
+def test_a_job_that_a_script_writes_and_submits_is_read() -> None:
+    job = f"#!/bin/bash\n#SBATCH --nodes=2\nsrun torchrun --nnodes 2 --nproc_per_node 8 pretrain_gpt.py {GPT} {TOKENS}"
+    assert read(f"cat > out/job.sbatch <<- EOM\n{job}\nEOM\nsbatch out/job.sbatch\n").devices.count == 16
+    again = f"cat > out/job.sbatch <<- EOM\n{job}\nsbatch out/job.sbatch\nEOM\nsbatch out/job.sbatch\n"
+    assert read(again).devices.count == 16
+
+
+def test_names_of_megatron_deepspeed_that_were_not_known() -> None:
+    text = f"torchrun --nproc_per_node 8 pretrain_gpt.py {GPT} {TOKENS} --use-rotary-position-embeddings"
+    run = read(f"{text} --rotary-position-embeddings-theta 20_000 --repeated-dataloader --mask_user_turn")
+    assert any("rope=20000" in repr(node.op) for node in graph(run.model).nodes)

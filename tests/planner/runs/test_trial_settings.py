@@ -85,6 +85,27 @@ def test_gradients_of_nemo_rl_are_as_wide_as_its_file_says() -> None:
     assert wide.layout.grad_reduce is GradReduce.FP32
 
 
+@pytest.mark.parametrize(
+    ("cluster", "resources", "data", "count"),
+    [
+        ("4, gpus_per_node: 8", "{num_nodes: 2, gpus_per_node: 8}", "{}", 16),
+        ("1, gpus_per_node: 8", "{num_nodes: null, gpus_per_node: 2}", "{}", 6),
+        ("4, gpus_per_node: 8", "{num_nodes: 1}", "{train: {env_name: reward_model}}", 16),
+        ("4, gpus_per_node: 8", "{num_nodes: null}", "{}", None),
+    ],
+)
+def test_gpus_that_generate_do_not_train(cluster: str, resources: str, data: str, count: int | None) -> None:
+    apart = f"  generation: {{colocated: {{enabled: false, resources: {resources}}}}}\n"
+    text = NEMO_RL.replace("cluster: {num_nodes: 1, gpus_per_node: 8}", "") + apart
+    text += f"cluster: {{num_nodes: {cluster}}}\ndata: {data}\nenv: {{reward_model: {{resources: {{num_nodes: 1}}}}}}\n"
+    if count is not None:
+        assert read(text, "run.yaml").devices.count == count
+        assert read(text.replace("enabled: false", "enabled: true"), "run.yaml").devices.count in (8, 24, 32)
+        return
+    with pytest.raises(UserError, match=r"depends on variable policy\.generation\.colocated\.resources"):
+        read(text, "run.yaml")
+
+
 def test_experts_of_a_model_that_is_named_run_as_the_framework_sets_them() -> None:
     notes = left_out(read(NEMO_RL, "run.yaml"))
     assert "one by one" not in notes and "allgather" not in notes
@@ -157,6 +178,14 @@ def test_settings_of_nemo_that_were_refused_or_left_out() -> None:
         nemo("rotary_base: 1000000.5")
     with pytest.raises(UserError, match="--cpu-offloading is not a known flag"):
         nemo("cpu_offloading: true")
+
+
+def test_an_optimizer_of_nemo_that_a_parent_names_is_asked_for() -> None:
+    assert (
+        nemo("optim: {name: distributed_fused_adam, lr: 0.1}", "answer_only_loss: true").layout.shard is Shard.OPTIMIZER
+    )
+    with pytest.raises(UserError, match=r"model\.optim has no name here.*\n.*model\.optim\.name="):
+        nemo("optim: {lr: 0.1}")
 
 
 def test_values_that_a_file_decodes() -> None:

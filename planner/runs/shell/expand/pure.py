@@ -140,6 +140,18 @@ def _sed(words: Sequence[str], stdin: str) -> str | None:
     return "".join(line.replace(command[2], command[3], -1 if command[4] else 1) for line in lines)
 
 
+def found_by_grep(words: Sequence[str], stdin: str) -> bool | None:
+    """Return whether `grep -q TEXT` finds a plain text in its input; None for patterns and other options."""
+    options = [word for word in words[: words.index("--") if "--" in words else len(words)] if word.startswith("-")]
+    texts = words[words.index("--") + 1 :] if "--" in words else [word for word in words if word not in options]
+    letters = set("".join(options).replace("-", ""))
+    if "q" not in letters or not letters <= set("qFEs") or len(texts) != 1:
+        return None
+    if "F" not in letters and re.search(r"[\[\]\\.*^$+?(){}|]", texts[0]):
+        return None
+    return any(texts[0] in line for line in stdin.splitlines())
+
+
 PURE_PROGRAMS: dict[str, Program] = {
     "dirname": _dirname,
     "basename": _basename,
