@@ -21,10 +21,11 @@ from attrs import evolve, frozen
 
 from megaloom.dsl.catalog import find
 from megaloom.planner import Precision, Workload, cluster, plan
-from megaloom.planner.bounds import balanced_partition, base_costs, interleaved_memory, lower_bounds, pipeline
+from megaloom.planner.bounds import balanced_partition, base_costs, interleaved_memory, lower_bounds, pipeline, time_cap
 from megaloom.planner.bounds.balanced_partition import BalancedBounds, balanced_bounds
 from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.bounds.pipeline import pass_multiples
+from megaloom.planner.bounds.time_cap import CappedBounds, capped_bounds
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost import cost_cache
 from megaloom.planner.cost.cost_table import CostTable, cost_table
@@ -63,19 +64,20 @@ def _mean_of_one_chunk(pp: Any, vpp: Any, m: Any, group: Any) -> Any:
 def _balanced(name: str) -> Callable[..., BalancedBounds]:
     """Return `balanced_bounds` without one of its columns."""
 
-    def weaker(balance: Any, bounds: Any, bounded: Any) -> BalancedBounds:
-        whole = balanced_bounds(balance, bounds, bounded)
-        plain = {
-            "expected_seconds": whole.seconds,
-            "nbytes": bounded.nbytes,
-            "least_nbytes": bounded.nbytes,
-        }
+    def weaker(balance: Any, bounds: Any, chained: Any, through: Any) -> BalancedBounds:
+        whole = balanced_bounds(balance, bounds, chained, through)
+        plain = {"expected_seconds": whole.seconds, "nbytes": chained.bounded.nbytes}
         return evolve(whole, **{name: plain[name]})
 
     return weaker
 
 
-def _without_recompute(costs: Any, which: Any, *cap: Any, within_cap: Any = balanced_partition._within_cap) -> Any:
+def _not_capped(example: Any, bounds: Any, chained: Any) -> CappedBounds:
+    """Return `capped_bounds` without the bytes."""
+    return evolve(capped_bounds(example, bounds, chained), nbytes=chained.bounded.nbytes)
+
+
+def _without_recompute(costs: Any, which: Any, *cap: Any, within_cap: Any = time_cap._within_cap) -> Any:
     """Return what `_within_cap` does, with the seconds of a micro-batch without recompute of first blocks."""
     return costs.before[SECONDS, costs.table[which], -1], *within_cap(costs, which, *cap)[1:]
 
@@ -94,13 +96,13 @@ REMOVALS = {
     "sends": Removal(base_costs, "_send_seconds", lambda base, _: np.zeros(len(base))),
     "interleaved_nbytes": Removal(interleaved_memory, "interleaved_nbytes", lambda state, *_: np.zeros(len(state))),
     "base layouts in 1F1B": Removal(lower_bounds, "_may_interleave", lambda base, _: base.pp > 1),
-    "recompute within the time cap": Removal(balanced_partition, "_within_cap", _without_recompute),
+    "recompute within the time cap": Removal(time_cap, "_within_cap", _without_recompute),
     "waiting for sharded weights": Removal(balanced_partition, "_waiting_seconds", lambda x, *_: np.zeros(len(x))),
     "gathers of sharded weights": Removal(LowerBounds, "_gathering_seconds", lambda _, x, __: np.zeros(len(x))),
-    "expected seconds": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("expected_seconds")),
-    "balanced bytes": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("nbytes")),
-    "capped stages": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("least_nbytes")),
-    "one_stage_seconds": Removal(best_first, "one_stage_seconds", lambda _, __, bounded, *___: bounded.seconds),
+    "expected seconds": Removal(best_first, "balanced_bounds", _balanced("expected_seconds")),
+    "balanced bytes": Removal(best_first, "balanced_bounds", _balanced("nbytes")),
+    "capped stages": Removal(best_first, "capped_bounds", _not_capped),
+    "one_stage_seconds": Removal(best_first, "one_stage_seconds", lambda _, chained, __: chained.bounded.seconds),
     "step_lower_bound": Removal(pricing, "step_lower_bound", lambda partition: 0.0),
     "cache of cost tables": Removal(Pricer, "cost_table", _new_table),
     "cache of balanced partitions": Removal(Pricer, "_balance", lambda _, problem: problem.balanced),

@@ -6,8 +6,6 @@ of its p2p sends of one micro-batch; A seconds after the last backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from attrs import fields_dict, frozen
 from numpy.typing import NDArray
@@ -17,7 +15,8 @@ from megaloom.planner.cost import communication, memory
 from megaloom.planner.cost.job import Job
 from megaloom.planner.partition.chain_costs import SAVED, SECONDS, STATE, ChainCosts
 
-from .lower_bounds import BoundedLayouts, LowerBounds
+from .chained_layouts import ChainedLayouts
+from .lower_bounds import LowerBounds
 
 FARTHEST, BISECTIONS = 1.5, 4  # greatest multiple of the bound for every partition, and steps of the bisection up to it
 BYTES_TOLERANCE = 1 + 1e-5  # tolerance for bytes, which a prediction rounds to whole numbers, each holder by itself
@@ -44,9 +43,7 @@ class Segments:
         return Segments(*(getattr(self, name)[which] for name in fields_dict(Segments)))
 
 
-def one_stage_seconds(
-    costs_of: Callable[[Layouts], ChainCosts], lower_bounds: LowerBounds, bounded: BoundedLayouts, limit: float
-) -> Rows:
+def one_stage_seconds(lower_bounds: LowerBounds, chained: ChainedLayouts, limit: float) -> Rows:
     """Return a lower bound of the step for the partitions within the memory limit, infinite where there is none.
 
     The layouts have one stage a rank. Stages that share a weight may count it once, so such models have no bound here.
@@ -54,22 +51,22 @@ def one_stage_seconds(
     Bound: step ≥ min max_r (m (t_r + H_r) + Σ_{s<r} (t_s + H_s)) + A over these partitions. Whether X can be reached is
     seen by filling the ranks in order, each as far as X and its memory allow; bisection finds the least X.
     """
-    seconds, pp = bounded.seconds.copy(), bounded.layouts.pp
+    seconds, pp = chained.bounded.seconds.copy(), chained.bounded.layouts.pp
     if not lower_bounds.cache.structure.shared_weights:
         for ranks in np.flatnonzero(np.bincount(pp)).tolist():
             some = np.flatnonzero(pp == ranks)
-            part = bounded.take(some)
-            seconds[some] = _seconds_of_ranks(costs_of(part.layouts), lower_bounds, part, limit)
+            seconds[some] = _seconds_of_ranks(lower_bounds, chained.take(some), limit)
     return seconds
 
 
-def _seconds_of_ranks(costs: ChainCosts, lower_bounds: LowerBounds, bounded: BoundedLayouts, limit: float) -> Rows:
-    """Return the bound of layouts with equally many ranks, with their costs."""
+def _seconds_of_ranks(lower_bounds: LowerBounds, chained: ChainedLayouts, limit: float) -> Rows:
+    """Return the bound of layouts with equally many ranks."""
+    bounded, transient = chained.bounded, chained.costs.transient[:, chained.chain]
     x, job, seconds = bounded.layouts, lower_bounds.cache.job, bounded.seconds.copy()
-    segments, m = _segments(costs, x, job), x.microbatches(job.workload.batch)[:, None]
+    segments, m = _segments(chained.costs, chained.chain, x, job), x.microbatches(job.workload.batch)[:, None]
     in_flight = np.minimum(np.arange(x.pp[0], 0, -1), m)
-    free = _free_nbytes(costs.transient, in_flight, lower_bounds.costs.runtime_nbytes[bounded.base], job, limit)
-    sends = _send_seconds(costs.transient[0], x, job)
+    free = _free_nbytes(transient, in_flight, lower_bounds.costs.runtime_nbytes[bounded.base], job, limit)
+    sends = _send_seconds(transient[0], x, job)
     waits = m * sends + np.cumsum(sends, axis=1) - sends + bounded.after[:, None]
     fits = _all_placed(segments, in_flight, free, m)
     segments, in_flight, free, m, waits = segments.take(fits), in_flight[fits], free[fits], m[fits], waits[fits]
@@ -108,11 +105,11 @@ def _all_placed(
     return placed
 
 
-def _segments(costs: ChainCosts, x: Layouts, job: Job) -> Segments:
-    table, cuts, reserve = costs.table, costs.structure.cut_points, memory.ALLOCATED
+def _segments(costs: ChainCosts, chain: Column, x: Layouts, job: Job) -> Segments:
+    table, cuts, reserve = costs.table[chain], costs.structure.cut_points, memory.ALLOCATED
     of_one = [memory.rank_state(a, b, x, job, c, d) for a, b, c, d in STATE_SAMPLE * np.eye(4, dtype=np.int64)]
     state = sum(s.total[:, None] / STATE_SAMPLE * costs.before[i, table] for s, i in zip(of_one, STATE, strict=True))
-    freed, ends = reserve * costs.recompute_before[SAVED, table], costs.ends_of(np.arange(len(x)))
+    freed, ends = reserve * costs.recompute_before[SAVED, table], costs.ends_of(chain)
     return Segments(
         seconds=costs.before[SECONDS, table],
         state=np.asarray(state),

@@ -16,7 +16,7 @@ from megaloom.planner.cost.columns import FORWARD_COLUMNS, STATE_COLUMNS, STEP_C
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.model.structure import ModelStructure
 
-from .dynamic_program import Indices, SegmentSums
+from .dynamic_program import ChainBatch, Indices
 
 # Sums of columns of a cost table: seconds, seconds of forward passes, saved bytes, and those of the state.
 SECONDS, FORWARD, SAVED, *STATE = range(3 + len(STATE_COLUMNS))
@@ -78,25 +78,38 @@ class ChainCosts:
         """Return `recompute_ends` of these chains: [chains, cut points]."""
         return np.array([self.recompute_ends[count] for count in self.blocks[which].tolist()])
 
-    def stages(self, which: Column, start: Indices, end: Indices) -> Rows:
-        """Return the costs of stages of these chains between cut points: [chains, stages] each -> [sums, ...]."""
+    def stages(self, which: Column, start: Indices, end: Indices, column: int | slice = slice(None)) -> Rows:
+        """Return the costs of stages of these chains between cut points: [chains, stages] each -> [sums, ...].
+
+        column: the sum to return, or all of them.
+        """
         table, cuts = self.table[which][:, None], self.structure.cut_points
-        out: Rows = self.before[:, table, end] - self.before[:, table, start]
+        out: Rows = self.before[column, table, end] - self.before[column, table, start]
         if self.blocks[which].any():
             ends = np.take_along_axis(self.ends_of(which), start, axis=1)
-            recomputed = self.recompute_before[:, table, np.minimum(cuts[end], ends)]
-            out += recomputed - self.recompute_before[:, table, cuts[start]]
+            recomputed = self.recompute_before[column, table, np.minimum(cuts[end], ends)]
+            out += recomputed - self.recompute_before[column, table, cuts[start]]
         return out
 
-    @cached_property
-    def seconds(self) -> list[SegmentSums]:
-        """Return the seconds of all stages of each chain, equal to `PartitionProblem.seconds`."""
-        cuts, ends, out = self.structure.cut_points, self.recompute_ends, list[SegmentSums]()
-        last = {count: cuts.searchsorted(end, side="right") - 1 for count, end in ends.items()}
-        for table, blocks in zip(self.table.tolist(), self.blocks.tolist(), strict=True):
-            sums, extra = self.before[SECONDS, table], self.recompute_before[SECONDS, table]
-            partly = (extra[cuts], extra[ends[blocks]], last[blocks]) if blocks else ()
-            out.append(SegmentSums(sums, *partly))
+    def seconds(self, which: Column) -> ChainBatch:
+        """Return the seconds of all stages of these chains, equal to `PartitionProblem.seconds` of each.
+
+        Some blocks of all of these chains are recomputed, or of none.
+        """
+        table, cuts = self.table[which], self.structure.cut_points
+        sums = self.before[SECONDS, table]
+        if not self.blocks[which].any():
+            return ChainBatch(sums)
+        extra, ends = self.recompute_before[SECONDS, table], self.ends_of(which)
+        last = cuts.searchsorted(ends, side="right") - 1
+        return ChainBatch(sums, extra[:, cuts], np.take_along_axis(extra, ends, axis=1), last)
+
+    def farthest(self, which: Column, caps: Rows) -> Indices:
+        """Return, for a stage of each chain from each cut point, its farthest end within the chain's cap of seconds."""
+        out, partly = np.empty((len(which), len(self.structure.cut_points)), dtype=np.intp), self.blocks[which] > 0
+        for some in map(np.flatnonzero, (~partly, partly)):
+            if len(some):
+                out[some] = self.seconds(which[some]).farthest(caps[some])
         return out
 
 

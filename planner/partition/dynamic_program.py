@@ -14,6 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 FloatVector = NDArray[np.float64]
+FloatMatrix = NDArray[np.float64]
 Indices = NDArray[np.intp]
 LatestEnds = Callable[[int], Indices]  # the latest end of stage k, for each cut point where it may begin
 TOLERANCE = 1 + 1e-12  # tolerance for sums of the same numbers in another order
@@ -43,7 +44,7 @@ class SegmentSums:
     @property
     def alone(self) -> ChainBatch:
         """Return the batch of this chain alone."""
-        return ChainBatch((self,), self, np.zeros(1, dtype=np.int64))
+        return ChainBatch.of([self])
 
     def __len__(self) -> int:
         return len(self.sums) - 1
@@ -97,31 +98,51 @@ class SegmentSums:
 
 @frozen(eq=False)
 class ChainBatch:
-    """Chains of equal length, solved together. Their cut points are numbered one chain after the other."""
+    """Chains of equal length, solved together: the arrays of `SegmentSums` of each, [chains, cut points]."""
 
-    each: tuple[SegmentSums, ...]
-    stages: SegmentSums  # of all chains
-    start: Indices  # number of the first cut point of each chain
+    sums: FloatMatrix
+    extra: FloatMatrix | None = None
+    extra_end: FloatMatrix | None = None
+    last: Indices | None = None
 
     @classmethod
     def of(cls, each: Sequence[SegmentSums]) -> ChainBatch:
         """Return a batch of these chains, of which all have an extra cost or none has."""
-        start = len(each[0].sums) * np.arange(len(each))
-        sums = np.concatenate([x.sums for x in each])
-        if each[0].extra is None:
-            return cls(tuple(each), SegmentSums(sums), start)
-        extra, end = (np.concatenate([getattr(x, name) for x in each]) for name in ("extra", "extra_end"))
-        last = np.concatenate([x.last + first for x, first in zip(each, start, strict=True) if x.last is not None])
-        return cls(tuple(each), SegmentSums(sums, extra, end, last), start)
+        names = ("sums", "extra", "extra_end", "last") if each[0].extra is not None else ("sums",)
+        return cls(*(np.array([getattr(x, name) for x in each]) for name in names))
+
+    def __len__(self) -> int:
+        return len(self.sums)
 
     @property
     def size(self) -> int:
         """Return the number of segments of each chain."""
-        return len(self.each[0].sums) - 1
+        return int(self.sums.shape[1]) - 1
 
     def take(self, which: Indices) -> ChainBatch:
         """Return the batch of these chains."""
-        return ChainBatch.of([self.each[i] for i in which.tolist()])
+        if self.extra is None or self.extra_end is None or self.last is None:
+            return ChainBatch(self.sums[which])
+        return ChainBatch(self.sums[which], self.extra[which], self.extra_end[which], self.last[which])
+
+    def stages(self, start: Indices, end: Indices) -> FloatMatrix:
+        """Return the cost of stages between these cut points: [chains, ...] each, or [1, ...] for all chains alike."""
+        base = (np.arange(len(self)) * (self.size + 1)).reshape(-1, *[1] * (start.ndim - 1))
+        begin, stop = start + base, end + base
+        out: FloatMatrix = self.sums.take(stop) - self.sums.take(begin)
+        if self.extra is not None and self.extra_end is not None and self.last is not None:
+            inside = end <= self.last.take(begin)
+            out = out + np.where(inside, self.extra.take(stop), self.extra_end.take(begin)) - self.extra.take(begin)
+        return out
+
+    def farthest(self, limits: FloatVector) -> Indices:
+        """Return `SegmentSums.farthest` of each chain, within a limit of its own: [chains, cut points]."""
+        if self.extra is None or self.extra_end is None or self.last is None:
+            ends = zip(self.sums, self.sums + limits[:, None], strict=True)
+            far = np.array([sums.searchsorted(limit, side="right") for sums, limit in ends]) - 1
+            return np.asarray(np.maximum(far, np.arange(self.size + 1)))
+        rows = zip(self.sums, self.extra, self.extra_end, self.last, limits.tolist(), strict=True)
+        return np.array([SegmentSums(*arrays).farthest(limit) for *arrays, limit in rows])
 
 
 def balance(stages: SegmentSums, count: int, latest: LatestEnds | None = None) -> tuple[int, ...] | None:
@@ -146,14 +167,14 @@ def balance_all(chains: ChainBatch, count: int, ends: Indices | None = None) -> 
     """
     size = chains.size
     if count in (1, size) and ends is None:  # there is one partition only
-        return np.tile(np.arange(0, size + 1, size // count), (len(chains.each), 1))
+        return np.tile(np.arange(0, size + 1, size // count), (len(chains), 1))
     caps = slowest_stage(chains, count)
-    if chains.stages.extra is None and ends is None:
+    if chains.extra is None and ends is None:
         return solve(chains, count, caps)
     # With an extra cost or latest ends the cap may be too low: widen it until there is a partition, minimise the
     # slowest stage under it, then balance under that.
     out, todo = np.full((len(caps), count + 1), -1), np.arange(len(caps))
-    here = chains.start[:, None] + np.arange(size)
+    here = np.arange(size)[None]
     enough = chains.stages(here, here + 1).sum(axis=1)  # no stage takes more than its segments one by one
     while len(todo):
         out[todo] = solve(chains.take(todo), count, caps[todo], ends, squares=False)
@@ -161,8 +182,7 @@ def balance_all(chains: ChainBatch, count: int, ends: Indices | None = None) -> 
         caps[todo] *= WIDER
     done = np.flatnonzero(out[:, 0] >= 0)
     if len(done):
-        some = chains.take(done)
-        bounds = out[done] + some.start[:, None]
+        some, bounds = chains.take(done), out[done]
         out[done] = solve(some, count, some.stages(bounds[:, :-1], bounds[:, 1:]).max(axis=1), ends)
     return out
 
@@ -174,24 +194,21 @@ def slowest_stage(chains: ChainBatch, count: int) -> FloatVector:
     of these stages is the new `high`; else the least cap that admits one more segment to a stage is the new `low`. It
     ends when they meet. With an extra cost the result is a lower bound.
     """
-    here, last = chains.start[:, None] + np.arange(chains.size), chains.start + chains.size
+    here, size, every = np.arange(chains.size)[None], chains.size, np.arange(len(chains))
     segments = chains.stages(here, here + 1)
     longest = segments.max(axis=1)
-    low: FloatVector = np.maximum(chains.stages(chains.start, last) / count, longest)
+    low: FloatVector = np.maximum(chains.stages(np.array([[0]]), np.array([[size]]))[:, 0] / count, longest)
     high: FloatVector = segments.sum(axis=1) / count + longest  # greedy stages of the mean and one segment
-    tried, starts = low.copy(), chains.start.tolist()
+    tried = low.copy()
     for _ in range(HALVINGS):
-        caps = zip(chains.each, starts, (tried * TOLERANCE).tolist(), strict=True)
-        far = np.concatenate([x.farthest(cap) + first for x, first, cap in caps])
-        cuts = [chains.start]
-        for _ in range(count):
-            cuts.append(far[cuts[-1]])
-        ends = np.array(cuts)
-        fits = ends[-1] == last
-        taken = chains.stages(ends[:-1], ends[1:]).max(axis=0)
-        one_more = chains.stages(ends[:-1], np.minimum(ends[1:] + 1, last))
+        far, ends = chains.farthest(tried * TOLERANCE), np.zeros((len(chains), count + 1), dtype=np.intp)
+        for k in range(count):
+            ends[:, k + 1] = far[every, ends[:, k]]
+        fits = ends[:, -1] == size
+        taken = chains.stages(ends[:, :-1], ends[:, 1:]).max(axis=1)
+        one_more = chains.stages(ends[:, :-1], np.minimum(ends[:, 1:] + 1, size))
         high = np.where(fits, np.minimum(high, taken), high)
-        low = np.where(fits, low, np.maximum(low, np.where(ends[1:] < last, one_more, np.inf).min(axis=0)))
+        low = np.where(fits, low, np.maximum(low, np.where(ends[:, 1:] < size, one_more, np.inf).min(axis=1)))
         if (low * TOLERANCE >= high).all():
             break
         tried = np.where(low * TOLERANCE >= high, high, (low + high) / 2)
@@ -231,8 +248,8 @@ def solve(
     squares: minimise the sum of squares of stage times; else the slowest stage. ends: [count, cut points], the latest
     end of each stage. Chains are solved together by the number of segments that a stage may have.
     """
-    size, every = chains.size, np.arange(len(chains.each))
-    far = np.array([x.farthest(cap) for x, cap in zip(chains.each, (caps * TOLERANCE).tolist(), strict=True)])
+    size, every = chains.size, np.arange(len(chains))
+    far = chains.farthest(caps * TOLERANCE)
     # The first and the last possible cut point of each boundary, [chains, count + 1], none of the stages empty.
     furthest, base = np.maximum.accumulate(far, axis=1), every * (size + 1)
     reached = [furthest] * count
@@ -277,8 +294,7 @@ def _recurrence(
     here = np.arange(size + 1)
     start = here[:, None] - np.arange(window, 0, -1)  # [ends, starts]: the last axis is contiguous
     allowed, start = (start >= 0) & (here[:, None] <= far[:, np.maximum(start, 0)]), np.maximum(start, 0)
-    base = chains.start[:, None, None]
-    seconds = chains.stages(start + base, np.broadcast_to(here[:, None] + base, allowed.shape))
+    seconds = chains.stages(start[None], np.broadcast_to(here[:, None], start.shape)[None])
     cost = np.where(allowed, seconds**2 if squares else seconds, np.inf)
     # best: [boundaries, chains, window + cut points]; before: the same, at the possible starts of a stage by its end.
     best = np.full((len(band), len(far), window + size + 1), np.inf)

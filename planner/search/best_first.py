@@ -15,9 +15,11 @@ from math import inf
 import numpy as np
 from attrs import define, field, frozen
 
-from megaloom.planner.bounds import balanced_partition
+from megaloom.planner.bounds.balanced_partition import EXPECTED_SHARE, balanced_bounds
+from megaloom.planner.bounds.chained_layouts import ChainedLayouts
 from megaloom.planner.bounds.lower_bounds import BoundedLayouts
 from megaloom.planner.bounds.one_stage import one_stage_seconds
+from megaloom.planner.bounds.time_cap import capped_bounds
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.partition.partitioner import Partition
@@ -48,7 +50,6 @@ class BalancedLayout:
     i: int
     may_fit: bool  # the balanced partition may fit the memory
     expected: float = 0.0  # seconds that a step hardly goes below
-    feasible: bool = True  # another partition may fit, if the balanced one does not
     base: int | None = None  # number of its base layout; None for one with less overlap than that has
 
     @cached_property
@@ -71,9 +72,8 @@ class BalancedLayout:
         """Yield layouts with less overlap that need less memory, then the partition if one fits."""
         if self.may_fit:
             yield from self.pricer.fewer_overlaps(self.even)
-        if self.may_fit or self.feasible:
-            found = self.pricer.refined(self.even, full=not self.may_fit)
-            yield from [found] if found else []
+        found = self.pricer.refined(self.even, full=not self.may_fit)
+        yield from [found] if found else []
 
 
 Entry = Priced | PartitionedLayout | BalancedLayout
@@ -172,7 +172,7 @@ class Frontier:
         What the search will hardly examine is left out: layouts slower than the expected best ones of enough meshes.
         """
         known = sorted(self._expected.values())
-        enough = known[self.meshes - 1] / balanced_partition.EXPECTED_SHARE if len(known) >= self.meshes else inf
+        enough = known[self.meshes - 1] / EXPECTED_SHARE if len(known) >= self.meshes else inf
         return min(BATCH_RATIO * seconds, max(SMALLEST_RATIO * seconds, enough))
 
     def _extend(self, limit: float) -> None:
@@ -229,7 +229,7 @@ class Frontier:
         return self.candidates.more_sharded(bounded.layouts, bounded.base)
 
     def _balance(self) -> None:
-        """Balance the stages of the layouts with the least bounds, and push them."""
+        """Take the layouts with the least bounds, and balance their stages."""
         self._postpone()
         if not self._opened:
             return
@@ -239,22 +239,30 @@ class Frontier:
         pairs = list(zip(self._opened, sizes, strict=True))
         batch = BoundedLayouts.joined([part.take(slice(n)) for part, n in pairs if n])
         self._set_opened([part.take(slice(n, None)) if n else part for part, n in pairs])
-        pricer = self.candidates.pricer
-        limit, lower_bounds = pricer.capacity, self.candidates.lower_bounds
-        bounds, x = balanced_partition.balanced_bounds(pricer.balance_all, lower_bounds, batch), batch.layouts
-        full = np.flatnonzero((bounds.nbytes > limit) & (x.vpp == 1) & (x.pp > 1))
-        seconds = one_stage_seconds(pricer.chain_costs, lower_bounds, batch.take(full), limit)
-        bounds.seconds[full] = np.maximum(bounds.seconds[full], seconds)
-        each = (bounds.nbytes <= limit, bounds.expected_seconds, bounds.least_nbytes <= limit, batch.base)
-        chosen = np.flatnonzero((bounds.seconds < inf) & (each[0] | each[2]))
-        rows = zip(chosen.tolist(), bounds.seconds[chosen].tolist(), *(c[chosen].tolist() for c in each), strict=True)
-        for i, seconds, *row in rows:
-            entry = BalancedLayout(pricer, batch.layouts, i, *row)
-            self.push(seconds, entry)
+        self._push_balanced(batch)
+
+    def _push_balanced(self, batch: BoundedLayouts) -> None:
+        """Balance the stages of layouts that may fit, and push them."""
+        pricer, limit = self.candidates.pricer, self.candidates.pricer.capacity
+        lower_bounds, x = self.candidates.lower_bounds, batch.layouts
+        chained = ChainedLayouts.of(batch, pricer.chain_costs)
+        capped, seconds = capped_bounds(pricer.balanced_example, lower_bounds, chained), batch.seconds.copy()
+        one = np.flatnonzero((x.vpp == 1) & (x.pp > 1))
+        seconds[one] = one_stage_seconds(lower_bounds, chained.take(one), limit)
+        fits = (capped.nbytes <= limit) & (seconds < inf)
+        bounds = balanced_bounds(pricer.balance_all, lower_bounds, chained.take(fits), capped.through[fits])
+        full = bounds.nbytes > limit
+        least = np.where(full, np.maximum(bounds.seconds, seconds[fits]), bounds.seconds)
+        each = np.flatnonzero(fits), least, ~full, bounds.expected_seconds, batch.base[fits]
+        for i, bound, *row in zip(*(column.tolist() for column in each), strict=True):
+            entry = BalancedLayout(pricer, x, i, *row)
+            self.push(bound, entry)
             if entry.may_fit:
                 mesh = entry.device_mesh
                 self._expected[mesh] = min(entry.expected, self._expected.get(mesh, inf))
-        self._add_full(batch.take(bounds.nbytes > limit))
+        no_room = ~fits
+        no_room[fits] = full
+        self._add_full(batch.take(no_room))
 
     def _postpone(self) -> None:
         """Set aside the opened layouts of closed meshes."""

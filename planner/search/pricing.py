@@ -12,12 +12,13 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from megaloom.dsl.graph import Graph
+from megaloom.planner.bounds.chained_layouts import ChainedLayouts
 from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.bounds.simulated_step import step_lower_bound
 from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.layouts import Layouts, alike
+from megaloom.planner.contract.layouts import Column, Layouts, alike
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS, CostCache, node_cost_key
 from megaloom.planner.cost.cost_table import (
@@ -31,7 +32,7 @@ from megaloom.planner.cost.profiles.groups import FrameworkProfile
 from megaloom.planner.cost.weight_units import gathered_fields
 from megaloom.planner.model.structure import ModelStructure, model_structure
 from megaloom.planner.partition.chain_costs import ChainCosts
-from megaloom.planner.partition.dynamic_program import ChainBatch, Indices, balance_all
+from megaloom.planner.partition.dynamic_program import Indices, balance_all
 from megaloom.planner.partition.memory_limit import HEADROOM, capacity
 from megaloom.planner.partition.partitioner import (
     Partition,
@@ -83,6 +84,7 @@ class Pricer:
     _bare: dict[tuple[object, ...], BareTable] = field(factory=dict, init=False)
     _tables: dict[tuple[object, ...], CostTable] = field(factory=dict, init=False)
     _balanced: dict[tuple[object, ...], Indices] = field(factory=dict, init=False)  # cut points
+    _examples: dict[int, Indices] = field(factory=dict, init=False)  # by number of stages
 
     def __attrs_post_init__(self) -> None:
         self.structure = model_structure(self.graph)
@@ -190,19 +192,26 @@ class Pricer:
         tables = [self.cost_table(layout) for layout in x.each(first)]
         return ChainCosts(tables, which, x.recompute_layers * x.full_recompute)
 
-    def balance_all(self, x: Layouts) -> tuple[ChainCosts, list[Indices]]:
-        """Return the costs of layouts and their balanced partitions, as cut points; new ones are solved together."""
-        costs, stages = self.chain_costs(x), x.pp * x.vpp
+    def balance_all(self, chained: ChainedLayouts, which: Column) -> list[Indices]:
+        """Return the balanced partitions of these chains, as cut points; new ones are solved together."""
+        x, costs = chained.of_chains.take(which), chained.costs
+        stages = x.pp * x.vpp
         columns = *(getattr(x, name) for name in BALANCE_FIELDS), stages, 0 * stages
         keys = [*zip(*(column.tolist() for column in columns), strict=True)]
-        new = np.array([key not in self._balanced for key in keys])
+        new, partly = np.array([key not in self._balanced for key in keys]), costs.blocks[which] > 0
         for count in np.flatnonzero(np.bincount(stages[new])).tolist():
-            for partly in (False, True):
-                chosen = np.flatnonzero(new & (stages == count) & ((costs.blocks > 0) == partly)).tolist()
-                if chosen:
-                    partitions = balance_all(ChainBatch.of([costs.seconds[i] for i in chosen]), count)
-                    self._balanced |= {keys[i]: bounds for i, bounds in zip(chosen, partitions, strict=True)}
-        return costs, [self._balanced[key] for key in keys]
+            for some in (new & (stages == count) & partly, new & (stages == count) & ~partly):
+                if some.any():
+                    partitions = balance_all(costs.seconds(which[some]), count)
+                    chosen = zip(np.flatnonzero(some).tolist(), partitions, strict=True)
+                    self._balanced |= {keys[i]: bounds for i, bounds in chosen}
+        return [self._balanced[key] for key in keys]
+
+    def balanced_example(self, chained: ChainedLayouts, chain: int, count: int) -> Indices:
+        """Return the balanced partition into so many stages of the first chain for which it was asked for."""
+        if count not in self._examples:
+            self._examples[count] = self.balance_all(chained, np.array([chain]))[0]
+        return self._examples[count]
 
     def bound(self, layout: Layout) -> tuple[float, float]:
         """Return lower bounds of the step seconds and of the peak bytes of a layout, for every partition."""

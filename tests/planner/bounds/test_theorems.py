@@ -21,12 +21,15 @@ from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.qwen3 import qwen3
 from megaloom.planner import bounds
-from megaloom.planner.bounds import balanced_partition, interleaved_memory, lower_bounds, pipeline
+from megaloom.planner.bounds import interleaved_memory, lower_bounds, pipeline
+from megaloom.planner.bounds.balanced_partition import balanced_bounds
+from megaloom.planner.bounds.chained_layouts import ChainedLayouts
 from megaloom.planner.bounds.end_of_step import end_of_step_bound
 from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.bounds.one_stage import one_stage_seconds
 from megaloom.planner.bounds.rank_memory import in_flight_means, least_rank_memory
 from megaloom.planner.bounds.simulated_step import step_lower_bound
+from megaloom.planner.bounds.time_cap import capped_bounds
 from megaloom.planner.contract.choices import Recompute, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
@@ -187,20 +190,32 @@ def _large_batch(c: Case) -> bool:
 
 
 def _balanced(c: Case) -> bool:
-    bounded = c.bounds.bound(c.one, c.base)
-    bounds = balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, bounded)
-    return bounds.seconds[0] <= c.priced.seconds * ABOVE and bounds.least_nbytes[0] <= c.peak * (1 + 1e-6)
+    chained = ChainedLayouts.of(c.bounds.bound(c.one, c.base), c.pricer.chain_costs)
+    through = capped_bounds(c.pricer.balanced_example, c.bounds, chained).through
+    bounds = balanced_bounds(c.pricer.balance_all, c.bounds, chained, through)
+    return bool(bounds.seconds[0] <= c.priced.seconds * ABOVE)
+
+
+def _capped(c: Case) -> bool:
+    """The bound holds for the cap of any partition: of the balanced one, and of one with a long last stage."""
+    chained, count = ChainedLayouts.of(c.bounds.bound(c.one, c.base), c.pricer.chain_costs), c.layout.pp * c.layout.vpp
+    last = len(c.pricer.structure.cut_points) - 1
+    for example in (c.pricer.balanced_example, lambda *_: np.array([*range(count), last])):
+        bounds = capped_bounds(example, c.bounds, chained)
+        if bounds.nbytes[0] > c.peak * (1 + 1e-6) or bounds.through[0] > c.through * ABOVE:
+            return False
+    return True
 
 
 def _one_stage(c: Case) -> bool:
     """The bound holds for the planner's partition within less memory than the one without a limit takes."""
     if c.layout.vpp > 1 or c.layout.pp == 1:
         return True
-    bounded = c.bounds.bound(c.one, c.base)
+    chained = ChainedLayouts.of(c.bounds.bound(c.one, c.base), c.pricer.chain_costs)
     for share in (1.0, 0.95, 0.9, 0.8, 0.6):
         problem = evolve(c.priced.partition.problem, memory_limit=int(share * c.peak))
         within = partition(problem)
-        least = one_stage_seconds(c.pricer.chain_costs, c.bounds, bounded, problem.memory_limit)[0]
+        least = one_stage_seconds(c.bounds, chained, problem.memory_limit)[0]
         if within.fits and least > simulate(within).seconds * ABOVE:
             return False
     return True
@@ -256,6 +271,7 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "LowerBounds.bound": _bound,
     "LowerBounds.ideal": _ideal,
     "balanced_bounds": _balanced,
+    "capped_bounds": _capped,
     "one_stage_seconds": _one_stage,
     "least_rank_memory": _least_rank,
     "interleaved_nbytes": _interleaved_nbytes,

@@ -14,6 +14,7 @@ from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost.columns import FORWARD_COLUMNS, STATE_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.partition.chain_costs import SECONDS
 from megaloom.planner.partition.partitioner import PartitionProblem
 from megaloom.planner.search.pricing import Pricer
 
@@ -32,10 +33,20 @@ def layouts(shard: str) -> list[Layout]:
 def test_seconds_of_chains_equal_those_of_a_layout_alone(shard: str) -> None:
     costs = PRICER.chain_costs(Layouts.of(layouts(shard)))
     assert len(costs.tables) < len(costs.table)  # those that differ in recomputed blocks share a table
-    for x, mine in zip(layouts(shard), costs.seconds, strict=True):
-        alone = PartitionProblem(x, PRICER.cost_table(x), PRICER.capacity).seconds
+    for i, x in enumerate(layouts(shard)):
+        mine = costs.seconds(np.array([i]))
+        alone = PartitionProblem(x, PRICER.cost_table(x), PRICER.capacity).seconds.alone
         for name in ("sums", "extra", "extra_end", "last"):
             assert np.array_equal(getattr(mine, name), getattr(alone, name)), (x, name)
+
+
+def test_farthest_ends_are_those_of_each_chain() -> None:
+    every = layouts("optimizer")
+    costs, which = PRICER.chain_costs(Layouts.of(every)), np.arange(len(every))
+    caps = costs.before[SECONDS, costs.table, -1] / np.arange(1, len(every) + 1)
+    for i, far in enumerate(costs.farthest(which, caps)):
+        alone = PartitionProblem(every[i], PRICER.cost_table(every[i]), PRICER.capacity).seconds
+        assert far.tolist() == alone.farthest(float(caps[i])).tolist(), every[i]
 
 
 @given(st.sets(st.integers(1, 60), min_size=3, max_size=3))
