@@ -39,12 +39,14 @@ def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column,
     except the last bucket of gathered weights, behind which no computation is left. See docs/concepts/bounds.md.
     """
     exposed = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
+    first, which = alike(base, x.shard, x.expert_shard, x.reshard, x.replicas)
+    x, base = x.take(first), base[first]
     sharding = x.shard, x.expert_shard, x.reshard, x.replicas, x.grad_reduce
     columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
-    ends, which = known_of(
+    ends, each = known_of(
         columns, known, lambda i, dense, sparse: _least_ends(x[i], dense / x.pp[i], sparse / x.pp[i], cache)
     )
-    last_bucket, optimizer, *communication = np.array(ends).reshape(-1, 4)[which].T
+    last_bucket, optimizer, *communication = np.array(ends).reshape(-1, 4)[each][which].T
     out: Rows = np.array(communication).T * exposed
     out[:, 0] += np.where(exposed[:, 0], optimizer, last_bucket)
     return out
@@ -58,12 +60,14 @@ def ends_later(
     x, y: layouts of the same device mesh that shard and overlap differently. They are compared once with all
     communication hidden that may overlap, and once with none. `params`, `experts`, `known`: as in `end_of_step_bound`.
     """
+    first, which = alike(base, x.shard, x.overlaps, y.shard, y.overlaps, x.expert_shard)
+    x, y, base = x.take(first), y.take(first), base[first]
     sharding = x.shard, x.overlaps, y.shard, y.overlaps, x.expert_shard, x.grad_reduce
     columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, *sharding
-    later, which = known_of(
+    later, each = known_of(
         columns, known, lambda i, dense, sparse: _ends_later(x[i], y[i], dense / x.pp[i], sparse / x.pp[i], cache)
     )
-    return np.array(later, dtype=np.bool_)[which]
+    return np.array(later, dtype=np.bool_)[each][which]
 
 
 def known_of(

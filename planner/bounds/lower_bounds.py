@@ -36,6 +36,7 @@ from .rank_memory import in_flight_means, least_rank_memory
 
 LARGE_BATCH = 1 << 20  # sequences of a micro-batch in which fixed costs and partly filled tiles no longer count
 LARGE_BATCH_TOLERANCE = 1 - 1e-6  # tiles and experts of even so large a micro-batch may be rounded up
+GATHERED_BY = ("shard", "expert_shard", "reshard", "replicas")  # fields of variants that gathers depend on
 BOUND_COLUMNS = ("base", "seconds", "nbytes", "after", "passes")
 
 
@@ -179,7 +180,8 @@ class LowerBounds:
         seconds, costs, job = np.zeros(len(x)), self.costs, self.cache.job
         if not (sharded := np.flatnonzero(x.fsdp)).size:
             return seconds
-        some, base = x.take(sharded), base[sharded]
+        first, all_alike = alike(base[sharded], *(getattr(x, name)[sharded] for name in GATHERED_BY))
+        some, base = x.take(sharded[first]), base[sharded[first]]
         elements, shards = (costs.params[base], costs.expert_params[base]), (some.shard, some.expert_shard)
         mesh = some.tp, some.dp * some.cp, some.ep, some.etp
         least, which = known_of(
@@ -187,7 +189,7 @@ class LowerBounds:
             self._gathers,
             lambda i, dense, sparse: pass_seconds(dense, sparse, some[i], job),
         )
-        seconds[sharded] = np.array(least)[which]
+        seconds[sharded] = np.array(least)[which][all_alike]
         return seconds
 
     def _counting_seconds(self, x: Layouts, base: Column) -> Rows:

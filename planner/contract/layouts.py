@@ -16,6 +16,7 @@ from .layout import FIELDS, Layout, LayoutFields
 Column = NDArray[np.int64]
 Rows = NDArray[np.float64]
 NAMES = tuple(FIELDS)
+LARGE, KEYS = 1 << 16, 1 << 62  # values from which a column is numbered anew; keys of rows that fit into 64 bits
 TABLE_SIZE = 4  # values up to this many times the number of rows are counted in a table, larger ones sorted
 
 
@@ -48,6 +49,8 @@ class Layouts(LayoutFields[Column]):
 
     def take(self, which: Column | NDArray[np.bool_] | slice) -> Layouts:
         """Return the layouts at these indices, or those for which a mask is true."""
+        if not isinstance(which, slice) and which.dtype == bool:
+            which = np.flatnonzero(which)
         return Layouts(**{name: getattr(self, name)[which] for name in NAMES})
 
     def spread(self, choices: Sequence[dict[str, Column]], which: Column) -> Layouts:
@@ -63,10 +66,16 @@ class Layouts(LayoutFields[Column]):
 
 def alike(*columns: Column | NDArray[np.bool_]) -> tuple[Column, Column]:
     """Return the index of the first of each set of equal rows, and for each row the number of its set."""
-    key = np.zeros(len(columns[0]), dtype=np.int64)
+    key, size = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
-        _, code = _distinct(column)
-        key = key * (int(code.max(initial=0)) + 1) + code
+        top = int(column.max(initial=0))
+        if top >= LARGE or column.min(initial=0) < 0:
+            _, column = _distinct(column)
+            top = int(column.max(initial=0))
+        if size * (top + 1) > KEYS:
+            _, key = _distinct(key)
+            size = int(key.max(initial=0)) + 1
+        key, size = key * (top + 1) + column, size * (top + 1)
     return _distinct(key)
 
 
