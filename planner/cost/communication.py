@@ -253,8 +253,9 @@ def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) 
     Each axis of more than one device has a communicator; an all-to-all has channels for each pair of devices. Those of
     `Partition.copy_groups` come on top.
     """
-    axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
     link = cluster.outer
     peers = 0 if profile.experts.deduplicated_dispatch else min(layout.ep, PEERS) - 1
-    groups = sum(process_group(axis, layout).size > 1 for axis in axes) + (layout.replicas > 1)
+    dp, edp = layout.in_replica(layout.dp * layout.cp), layout.in_replica(layout.edp) * (layout.ep * layout.etp > 1)
+    sizes = layout.tp, layout.cp, dp, layout.pp, layout.ep, layout.etp, edp, layout.replicas
+    groups = sum(size > 1 for size in sizes)
     return cluster.device.context_nbytes + groups * link.group_nbytes + link.peer_nbytes * peers

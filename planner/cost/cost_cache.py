@@ -65,6 +65,7 @@ class Sensitivity:
     share: int  # a number of tokens of which every expert gets a whole number
 
 
+Simplest = tuple[Layout, int, Split]  # a layout, its sequence length, and its split
 # A fact, its fields that do not depend on the tokens, and for each other field its value and its slope.
 AffineFact = tuple[Any, dict[str, Any], dict[str, tuple[int, int]]]
 
@@ -151,21 +152,21 @@ class CostCache:
         out, distinct = [], self._distinct(x)
         for i, seen in enumerate(self._sensitivity):
             layouts, which = distinct[seen.experts, seen.tokenwise]
-            nodes = [self._cost(i, layout, seq) for layout, seq in layouts]
+            nodes = [self._cost(i, *simplest) for simplest in layouts]
             columns = ([getattr(n, name) for n in nodes] for name in SEARCHED_COSTS)
             out.append([np.array(column, dtype=float)[which] for column in columns])
         rows, by_part, full, workspace = (np.stack(column, axis=1) for column in zip(*out, strict=True))
         wait_for_host(self.structure, rows, by_part)
         return rows, by_part, full, workspace
 
-    def _distinct(self, x: Layouts) -> dict[tuple[bool, bool], tuple[list[tuple[Layout, int]], Column]]:
+    def _distinct(self, x: Layouts) -> dict[tuple[bool, bool], tuple[list[Simplest], Column]]:
         """Return, by sensitivity, the simplest layout of each distinct cost, and the number of each layout's cost."""
         tokens = {True: (x.micro_batch * (self.workload.seq // x.cp),), False: (x.micro_batch, x.cp)}
         experts: dict[bool, tuple[Column, ...]] = {
             True: (x.ep, x.etp, x.microbatch_overlap_bits),
             False: (x.has_overlap(Overlap.TENSOR).astype(np.int64),),
         }
-        out: dict[tuple[bool, bool], tuple[list[tuple[Layout, int]], Column]] = {}
+        out: dict[tuple[bool, bool], tuple[list[Simplest], Column]] = {}
         for seen in self._sensitivity:
             if (key := (seen.experts, seen.tokenwise)) not in out:
                 sharding = (x.tp, x.sequence_parallel, x.vocab_multiple, x.grad_reduce)
@@ -184,16 +185,16 @@ class CostCache:
         """Return the cost of node kind i under a layout, without recompute."""
         return self._cost(i, *self._simplest(self._sensitivity[i], node_cost_key(layout)))
 
-    def _cost(self, i: int, x: Layout, seq: int) -> NodeCost:
+    def _cost(self, i: int, x: Layout, seq: int, split: Split) -> NodeCost:
         """Return the cost of node kind i under a simplest layout."""
-        key = (i, x.split, x.micro_batch, x.overlaps, x.grad_reduce, seq)
+        key = (i, split, x.micro_batch, x.overlaps, x.grad_reduce, seq)
         if key not in self._costs:
-            execution, facts = self._facts_of(i, x, seq)
+            execution, facts = self._facts_of(i, split, x.micro_batch, seq)
             self._costs[key] = node_cost(self.job, self.structure.kinds[i], facts, execution, x, seq)
         return self._costs[key]
 
-    def _simplest(self, seen: Sensitivity, key: tuple[Any, ...]) -> tuple[Layout, int]:
-        """Return the simplest layout, and its sequence length, under which such a node costs what it does here.
+    def _simplest(self, seen: Sensitivity, key: tuple[Any, ...]) -> Simplest:
+        """Return the simplest layout, with its sequence length, under which such a node costs what it does here.
 
         key: the values of NODE_COST_FIELDS.
         """
@@ -214,18 +215,18 @@ class CostCache:
             vocab_multiple=vocab_multiple,
             grad_reduce=GradReduce(grad_reduce),
         )
-        return simplest, seq
+        return simplest, seq, simplest.split
 
-    def _facts_of(self, i: int, layout: Layout, seq: int) -> tuple[Execution, Costs]:
-        """Return how the runtime runs node kind i under a layout's sharding, and its facts.
+    def _facts_of(self, i: int, split: Split, micro_batch: int, seq: int) -> tuple[Execution, Costs]:
+        """Return how the runtime runs node kind i under a sharding, and its facts for a micro-batch.
 
         The first number of tokens takes one evaluation, the second one another, all later ones none.
         """
-        node, split, tokens = self.structure.kinds[i].node, layout.split, layout.micro_batch * seq
+        node, tokens = self.structure.kinds[i].node, micro_batch * seq
         if (key := (i, split)) not in self._first:
             execution = self.job.execution(node, split)
             share = self._sensitivity[i].share
-            first = Evaluation(execution, layout.micro_batch * (share // gcd(share, tokens)), seq)
+            first = Evaluation(execution, micro_batch * (share // gcd(share, tokens)), seq)
             self._first[key] = first, first.costs(node, split)
         first, facts = self._first[key]
         if tokens == first.batch * first.seq:

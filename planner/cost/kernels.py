@@ -266,7 +266,7 @@ def product_efficiency(
     """
     if device.units == 1:
         return 1.0
-    if any(row % ALIGNED for row in rows):
+    if rows[0] % ALIGNED or rows[1] % ALIGNED:
         return misaligned
     best, units = 0.0, device.units
     for tall, wide, speed in TILES:

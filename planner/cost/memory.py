@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, Protocol, Self, TypeVar, get_args, overload
 
 import numpy as np
-from attrs import astuple, evolve, frozen
+from attrs import frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.dims import NBYTES, DType, Sizes
@@ -202,8 +202,12 @@ class StateBytes(Generic[Elements]):
 
     def __add__(self, other: StateBytes[Elements]) -> StateBytes[Elements]:
         """Return the bytes of two sets of weights together, field by field."""
-        mine, theirs = (astuple(each, recurse=False) for each in (self, other))
-        return StateBytes(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        return StateBytes(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.step + other.step,
+        )
 
     @property
     def total(self) -> Elements:
@@ -226,7 +230,7 @@ def rank_state(
         frozen_params=frozen_params,
         one_microbatch=one,
     )
-    return evolve(state, weights=state.weights + narrow_copies)
+    return StateBytes(state.weights + narrow_copies, state.gradients, state.optimizer, state.step)
 
 
 def state_bytes(
@@ -267,11 +271,13 @@ def state_bytes(
         def shared(nbytes: Any, count: Any) -> Any:
             return -(-nbytes * count // shards)
 
-        sums = shared(gradient * gradients, trained)
+        # Mostly only the optimizer's state of a layout is sharded.
+        none = isinstance(fsdp, bool) and not fsdp
+        sums = 0 if none else shared(gradient * gradients, trained)
+        shard = 0 if none else shared(fsdp * (MASTER + narrow * weights), trained + fixed)
+        of_scales = 0 if none else -(-scales * weights * (trained + fixed) // MXFP8_BLOCK)
         return StateBytes(
-            weights=whole * (1 - weights) * (trained + fixed)
-            + shared(fsdp * (MASTER + narrow * weights), trained + fixed)
-            + -(-scales * weights * (trained + fixed) // MXFP8_BLOCK),
+            weights=whole * (1 - weights) * (trained + fixed) + shard + of_scales,
             gradients=(gradient * (1 - gradients) + settings.extra_weight_nbytes) * trained
             + (1 - gradients * late) * sums,
             optimizer=shared(optimizer, trained),
