@@ -8,11 +8,11 @@ there. Concurrent collectives add up level by level: node, network, beyond the p
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import lru_cache
 from itertools import zip_longest
 from math import comb, log2
 
+import numpy as np
 from attrs import frozen
 
 from megaloom.planner.contract.devices import Cluster
@@ -80,8 +80,9 @@ def group_nodes(size: int, stride: int, per_node: int, count: int) -> tuple[int,
     last = min(stride, count - (size - 1) * stride) - 1  # the last group of a block, which ends before `count`
     for start in {block * size * stride % per_node for block in range(max(1, count // (size * stride)))}:
         for first in {start, start + last}:
-            members = Counter((first + i * stride) // per_node for i in range(size))
-            most, fewest = max(most, len(members)), min(fewest, *members.values(), size)
+            nodes = (first + stride * np.arange(size)) // per_node
+            members = np.diff(np.flatnonzero(np.diff(nodes, append=-1)), prepend=-1)  # on each of its nodes
+            most, fewest = max(most, len(members)), min(fewest, int(members.min()))
     return most, fewest
 
 
@@ -106,7 +107,7 @@ def collective_seconds(kind: str, cluster: Cluster, *parts: tuple[float, Process
     inside each node, two branches over the nodes, fewer steps.
     """
     near, far = cluster.intra, cluster.inter
-    latencies, levels = [0.0], []  # latencies: seconds beyond those of the bytes
+    latency, levels = 0.0, []  # latency: seconds beyond those of the bytes
     for nbytes, group in parts:
         if group.size == 1 or nbytes == 0:
             continue
@@ -114,15 +115,17 @@ def collective_seconds(kind: str, cluster: Cluster, *parts: tuple[float, Process
         took, steps = max(levels[-1]), PASSES[kind] * (group.size - 1)
         nodes, _ = group_nodes(group.size, group.stride, cluster.per_node, cluster.count)
         if nodes == 1:
-            latency = near.latency + (steps - 1) * near.hop
+            waits = near.latency + (steps - 1) * near.hop
         else:
             across = min(PASSES[kind] * nodes, steps)
-            latency = far.latency + across * far.hop + (steps - across) * near.hop
+            waits = far.latency + across * far.hop + (steps - across) * near.hop
         if nodes > 1 and kind == "all_reduce":
             tree = far.latency + 2 * (log2(nodes) * far.hop + (group.size / nodes - 1) * near.hop)
-            latency = min(latency, tree + took / TREE - took)
-        latencies.append(latency)
-    return max(latencies) + max(map(sum, zip_longest(*levels, fillvalue=0.0)), default=0.0)
+            waits = min(waits, tree + took / TREE - took)
+        latency = max(latency, waits)
+    if len(levels) == 1:
+        return latency + took
+    return latency + max(map(sum, zip_longest(*levels, fillvalue=0.0)), default=0.0)
 
 
 def level_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluster) -> tuple[float, ...]:

@@ -42,9 +42,10 @@ class ChainCosts:
     @cached_property
     def before(self) -> Rows:
         """Return the sums of all segments before each cut point: [sums, tables, cut points]."""
-        rows = np.array([table.rows for table in self.tables])[:, self.structure.kind_of_node]
-        out = np.zeros((len(SUMMED), len(rows), rows.shape[1] + 1))
-        np.cumsum(np.array([_added(rows, columns) for columns in SUMMED]), axis=2, out=out[..., 1:])
+        rows, nodes = np.array([table.rows for table in self.tables]), self.structure.kind_of_node
+        out = np.zeros((len(SUMMED), len(rows), len(nodes) + 1))
+        for sums, columns in zip(out, SUMMED, strict=True):
+            np.cumsum(_added(rows, columns)[:, nodes], axis=1, out=sums[:, 1:])
         return np.ascontiguousarray(out[..., self.structure.cut_points])
 
     @cached_property

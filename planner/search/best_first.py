@@ -35,7 +35,7 @@ from .device_meshes import (
 )
 from .pricing import PartitionedLayout, Pricer
 
-BASES_AT_ONCE = 128  # base layouts that are opened together
+FIRST_BASES, BASES_AT_ONCE = 16, 128  # base layouts that are opened together: at first, and at most
 SMALLEST_BATCH, LARGEST_BATCH = 64, 4096  # number of layouts that are balanced together
 SMALLEST_RATIO, BATCH_RATIO = 1.005, 1.04  # least and largest multiple of the least bound up to which they are balanced
 HORIZON_RATIO = 1.05  # the horizon lies this far beyond the least bound of all that is open
@@ -90,6 +90,7 @@ class Frontier:
     _pushed: int = 0
     _unopened: Column = field(factory=lambda: np.zeros(0, dtype=np.int64))  # base layouts, by ascending bound
     _unopened_seconds: Rows = field(factory=lambda: np.zeros(0))
+    _at_once: int = FIRST_BASES
     _opened: list[BoundedLayouts] = field(factory=list)  # layouts not yet balanced, each part by ascending bound
     _opened_seconds: float = inf  # least bound of these
     _full: list[BoundedLayouts] = field(factory=list)  # layouts that do not fit, whose more sharded ones are not opened
@@ -153,7 +154,7 @@ class Frontier:
         limit, horizon = min(seconds, self._opened_seconds, self._full_seconds), self.candidates.horizon
         limit, bounds = self._batch_limit(limit), self._unopened_seconds
         first = float(bounds[0]) if len(bounds) else inf
-        last = float(bounds[BASES_AT_ONCE - 1]) if len(bounds) >= BASES_AT_ONCE else inf
+        last = float(bounds[self._at_once - 1]) if len(bounds) >= self._at_once else inf
         if horizon < last and min(first, horizon) <= limit:  # some of the next base layouts may have no bound yet
             self._extend(limit)
         elif first < inf and first <= limit:
@@ -190,9 +191,9 @@ class Frontier:
 
     def _open(self) -> None:
         """Bound the layouts of the next base layouts."""
-        bounded = self.candidates.variants(self._unopened[:BASES_AT_ONCE], fully=False)
-        self._unopened = self._unopened[BASES_AT_ONCE:]
-        self._unopened_seconds = self._unopened_seconds[BASES_AT_ONCE:]
+        count, self._at_once = self._at_once, min(2 * self._at_once, BASES_AT_ONCE)
+        bounded = self.candidates.variants(self._unopened[:count], fully=False)
+        self._unopened, self._unopened_seconds = self._unopened[count:], self._unopened_seconds[count:]
         self._add_opened(bounded)
 
     def _add_opened(self, bounded: BoundedLayouts) -> None:
