@@ -137,6 +137,9 @@ def _send_seconds(least: Rows, x: Layouts, job: Job) -> Rows:
     first, which = alike(least.astype(np.int64), x.tp, x.sequence_parallel)
     out = np.zeros((len(first), int(x.pp[0])))
     for row, nbytes, y in zip(out, least[first].tolist(), x.each(first), strict=True):
-        for stage in range(y.pp - 1):
-            row[stage : stage + 2] += communication.p2p_seconds(nbytes, stage, y, job.cluster, scattered=scattered)
+        levels = communication.crossed_level(np.arange(y.pp - 1), y, job.cluster).tolist()
+        known = {n: communication.send_seconds(nbytes, n, y, job.cluster, scattered=scattered) for n in {*levels}}
+        sends = np.array([known[n] for n in levels])
+        row[:-1] += sends
+        row[1:] += sends
     return out[which]

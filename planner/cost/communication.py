@@ -15,6 +15,7 @@ from math import comb, log2
 import numpy as np
 from attrs import frozen
 
+from megaloom.planner.contract.choices import N
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 
@@ -226,7 +227,28 @@ def context_parallel_seconds(
 
 
 def p2p_seconds(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, scattered: bool = False) -> float:
-    """Return the seconds of a p2p send of `nbytes` from a pipeline stage to the next one, on its slowest device.
+    """Return the seconds of a p2p send of `nbytes` from a pipeline stage to the next one, on its slowest device."""
+    return send_seconds(nbytes, crossed_level(stage % layout.pp, layout, cluster), layout, cluster, scattered=scattered)
+
+
+def crossed_level(rank: N, layout: Layout, cluster: Cluster) -> N:
+    """Return the network level that a send from a pipeline rank to the next one crosses: 0 node, 1 pod, 2 beyond.
+
+    Ranks are a number or an array. Levels are nested.
+    """
+    stride, crossed = layout.world // layout.pp, 0 * rank
+    sender, receiver = rank * stride, (rank + 1) % layout.pp * stride
+    for size, _ in cluster.levels:
+        first, last = (
+            sender // size != receiver // size,
+            (sender + stride - 1) // size != (receiver + stride - 1) // size,
+        )
+        crossed = crossed + (first | last)
+    return crossed
+
+
+def send_seconds(nbytes: float, crossed: int, layout: Layout, cluster: Cluster, *, scattered: bool = False) -> float:
+    """Return the seconds of a p2p send of `nbytes` that crosses a network level, see `crossed_level`.
 
     All devices of the stage send at the same time; beyond the pod they share the links of the pod. scattered: each
     tensor-parallel rank sends its part of what all have, and the receivers gather the parts.
@@ -235,18 +257,12 @@ def p2p_seconds(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, 
         return 0.0
     if scattered and not layout.sequence_parallel:
         gathered = collective_seconds("all_gather", cluster, (nbytes, ProcessGroup(layout.tp, 1)))
-        return gathered + p2p_seconds(nbytes / layout.tp, stage, layout, cluster)
-    stride = layout.world // layout.pp
-    sender, receiver = stage % layout.pp * stride, (stage + 1) % layout.pp * stride
-    crossed = 0
-    for level, (size, _) in enumerate(cluster.levels):
-        if any((sender + i) // size != (receiver + i) // size for i in {0, stride - 1}):
-            crossed = level + 1
+        return gathered + send_seconds(nbytes / layout.tp, crossed, layout, cluster)
     link = cluster.inter if crossed else cluster.intra
     took = nbytes / link.reached
     if crossed == 2:
         out = cluster.levels[2][1] * cluster.pod
-        took = max(took, nbytes * min(stride, cluster.pod) / out)
+        took = max(took, nbytes * min(layout.world // layout.pp, cluster.pod) / out)
     return link.latency + took
 
 

@@ -181,9 +181,10 @@ class Partition:
     def send_seconds(self) -> list[float]:
         """Return the seconds of the p2p send of one micro-batch from each stage to the next, either way."""
         x, job = self.layout, self.problem.job
-        sends = [(n, s % x.pp) for s, n in enumerate(self.problem.received[list(self.bounds[1:-1])].tolist())]
+        levels = communication.crossed_level(np.arange(x.pp), x, job.cluster).tolist()
+        sends = [(n, levels[s % x.pp]) for s, n in enumerate(self.problem.received[list(self.bounds[1:-1])].tolist())]
         scattered = job.profile.overlap.scattered_sends
-        known = {send: communication.p2p_seconds(*send, x, job.cluster, scattered=scattered) for send in {*sends}}
+        known = {send: communication.send_seconds(*send, x, job.cluster, scattered=scattered) for send in {*sends}}
         return [known[send] for send in sends]
 
     @property
