@@ -265,7 +265,8 @@ class CandidateSpace:
         if not self.fixed.get("recompute_modules"):
             modules = np.concatenate([np.zeros((len(base), 1), dtype=np.int64), family], axis=1)
             layouts = evolve(layouts, recompute_modules=modules[numbers, layouts.recompute_modules])
-        several = (layouts.dp * layouts.cp > 1) * (1 + (fully & self._may_shard_fully(layouts)))
+        several: Column = (layouts.dp * layouts.cp > 1).astype(np.int64)
+        several += several & self._may_shard_fully(layouts) if fully else 0
         shards = [column("shard", shard_choices(on > 0, self.fixed, on > 1)) for on in range(3)]
         layouts, numbers = layouts.spread(shards, several), _repeat(numbers, shards, several)
         return self._settled(evolve(layouts, overlaps=self._overlaps(layouts))), numbers
