@@ -31,11 +31,22 @@ pack-sequences ; 0 ; - ; micro-batches hold packed sequences of other lengths; t
 fp8-dot-product-attention ; 0 ; - ; attention computes in 8 bits
 fp8-multi-head-attention ; 0 ; - ; attention computes in 8 bits
 defer-fp32-logits ; 0 ; - ; logits stay in 16 bits until the loss
+enable-mtp-training ; 0 ; - ; layers for more tokens count where --mtp-num-layers states them
+trains-a-value-model ; 0 ; - ; a model of values trains beside the policy; the prediction is for the policy
+use-fused-kernels ; 0 ; - ; logits and their loss run a fused kernel of verl
 use-tokenizer-vocab-size ; 0 ; - ; the vocabulary is that of the tokenizer; the prediction has the model's
 moe-use-fused-router-with-aux-score ; 0 ; - ; the router takes fewer kernels
 """
 _REFUSED = """
 recompute-layer-ids ; + ; None ; recompute of single layers is not read
+train-backend ; 1 ; megatron ; only training by Megatron is read
+freeze-params-name-list ; + ; None ; weights that are not trained are not modelled
+only-train-params-name-list ; + ; None ; weights that are not trained are not modelled
+use-stateless-adam ; 0 ; - ; an optimizer without moments is not modelled
+custom-model-provider-path ; 1 ; None ; a model that a program of its own builds is not read
+megatron-config-path ; 1 ; None ; settings of Megatron in another file are not read
+allgather-cp ; 0 ; - ; this exchange between context-parallel ranks is not modelled
+lora-rank ; 1 ; 0 ; adapters are not modelled
 """
 TORCH_FIELDS = (switch_flag("gathers-in-16-bits"),)
 """Flags of our own for what torch's fully_shard does and no flag of Megatron-LM states."""

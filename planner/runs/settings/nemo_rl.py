@@ -10,7 +10,7 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
-from megaloom.planner.runs.settings.near_names import near_names
+from megaloom.planner.runs.settings.near_names import first_origin, near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, leaves, setting_at
 from megaloom.planner.runs.words import Unknown, Word
 
@@ -39,6 +39,15 @@ _POLICY = (
 _PER_NODE = "cluster.gpus_per_node"
 _CLUSTER = ("cluster.num_nodes", _PER_NODE, "policy")
 _OTHER_KEYS = frozenset({"train_mb_tokens", "logprob_mb_tokens", "refit_buffer_size_gb", "logprob_batch_size"})
+_LEFT_OUT = """
+generation make_sequence_length_divisible_by tokenizer logprob_batch_size sequence_packing dynamic_batching optimizer
+scheduler logprob_chunk_size generation_batch_size offload_optimizer_for_logprob max_grad_norm refit_buffer_size_gb
+router_replay quant_calib_size quant_sequence_length quant_calib_data quant_batch_size disable_modelopt_layer_spec
+is_vlm dtensor_cfg dequantize_base_checkpoint train_mb_tokens logprob_mb_tokens activation_checkpointing_enabled
+automodel_kwargs
+"""
+_KNOWN = frozenset(_LEFT_OUT.split()) | {path.partition(".")[0] for path in _POLICY}
+"""Keys of `policy`. Others may change the model or its arithmetic."""
 _OF_OPTIMIZER = frozenset({"bf16", "fp16", "params_dtype"})  # which the policy's precision sets
 _READ_BELOW = frozenset(
     {
@@ -81,7 +90,7 @@ def nemo_rl_run(tree: Tree, path: str, environment: Mapping[str, str], missing: 
     model = setting_at(resolved, "policy.model_name")
     return SettingsRun(
         framework="NeMo-RL",
-        words=(*near_names(resolved, _CLUSTER), *_words(found(resolved, "policy"))),
+        words=(*near_names(resolved, _CLUSTER), *_others(resolved), *_words(found(resolved, "policy"))),
         nodes=nodes,
         per_node=per_node,
         model=model.word if model else None,
@@ -114,9 +123,23 @@ def _less(word: Word, lent: Setting | None, path: str) -> Word:
     return evolve(word, text="", unknown=(Unknown(path, "variable", word.origin),))
 
 
+def _others(tree: Tree | None) -> Iterator[Word]:
+    """Yield as unknown what changes the model or its arithmetic, and a flag for a second model that trains."""
+    policy = found(tree, "policy")
+    yield from near_names(tree, [f"policy.{path}" for path in _POLICY], _OTHER_KEYS)
+    for key, value in policy.items() if isinstance(policy, Mapping) else ():
+        states = [one for _, one in leaves(value) if not (isinstance(one, Setting) and one.kind == "null")]
+        switch = setting_at(value, "enabled")
+        if key not in _KNOWN and states and (switch is None or switch.is_true):
+            yield unknown_setting(f"policy.{key}", value)
+    if (rewards := found(tree, "rm")) is not None:
+        yield unknown_setting("rm", rewards)
+    if found(tree, "ppo") is not None and found(tree, "value") is not None:
+        yield Word("--trains-a-value-model", first_origin(found(tree, "value") or []))
+
+
 def _words(policy: Tree | None) -> Iterator[Word]:
     megatron = found(policy, "megatron_cfg")
-    yield from near_names(policy, _POLICY, _OTHER_KEYS)
     for key, one in megatron.items() if isinstance(megatron, Mapping) else ():
         if key not in _READ_BELOW | _HARMLESS:
             yield from flag_words(_RENAMED.get(key, key), one)

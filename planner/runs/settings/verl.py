@@ -10,9 +10,9 @@ from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, r
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, leaves, setting_at
+from megaloom.planner.runs.settings.verl_closed import ACTOR, verl_words
 from megaloom.planner.runs.words import Unknown, Word
 
-_ACTOR = "actor_rollout_ref.actor"
 _RENAMED = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "override_transformer_config.num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
@@ -22,7 +22,7 @@ _GROUPS = ("", "override_transformer_config", "override_ddp_config", "override_m
 """Paths below `actor.megatron` at which keys are Megatron-LM's."""
 _READ = (
     *(
-        f"{_ACTOR}.{key}"
+        f"{ACTOR}.{key}"
         for key in ("megatron", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")
     ),
     *(f"data.{key}" for key in ("max_prompt_length", "max_response_length")),
@@ -56,7 +56,7 @@ _HARMLESS = frozenset(
 
 def is_verl(tree: Tree | None) -> bool:
     """Return True for settings with an actor that Megatron trains."""
-    return isinstance(found(tree, f"{_ACTOR}.megatron"), Mapping)
+    return isinstance(found(tree, f"{ACTOR}.megatron"), Mapping)
 
 
 def verl_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
@@ -77,8 +77,9 @@ def verl_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
 
 
 def _words(tree: Tree | None) -> Iterator[Word]:
-    megatron = found(tree, f"{_ACTOR}.megatron")
+    megatron = found(tree, f"{ACTOR}.megatron")
     yield from near_names(tree, _READ, _OTHER_KEYS)
+    yield from verl_words(tree)
     yield from _switched_on(megatron)
     for path, value in leaves(megatron):
         key = _RENAMED.get(path, path.rpartition(".")[2])
@@ -86,11 +87,11 @@ def _words(tree: Tree | None) -> Iterator[Word]:
             yield unknown_setting(f"megatron.{path}", value)
         elif key not in _HARMLESS:
             yield from flag_words(key, value)
-    packed = setting_at(tree, f"{_ACTOR}.use_dynamic_bsz")
+    packed = setting_at(tree, f"{ACTOR}.use_dynamic_bsz")
     yield from switch_words("--pack-sequences", packed if packed and packed.is_true else None)
-    yield from renamed("--micro-batch-size", setting_at(tree, f"{_ACTOR}.ppo_micro_batch_size_per_gpu"))
+    yield from renamed("--micro-batch-size", setting_at(tree, f"{ACTOR}.ppo_micro_batch_size_per_gpu"))
     batch, responses = (
-        setting_at(tree, f"{_ACTOR}.ppo_mini_batch_size"),
+        setting_at(tree, f"{ACTOR}.ppo_mini_batch_size"),
         setting_at(tree, "actor_rollout_ref.rollout.n"),
     )
     yield from renamed("--global-batch-size", _combined(batch, responses, "*"))

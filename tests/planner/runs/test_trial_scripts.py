@@ -233,3 +233,63 @@ def test_names_of_megatron_deepspeed_that_were_not_known() -> None:
     text = f"torchrun --nproc_per_node 8 pretrain_gpt.py {GPT} {TOKENS} --use-rotary-position-embeddings"
     run = read(f"{text} --rotary-position-embeddings-theta 20_000 --repeated-dataloader --mask_user_turn")
     assert any("rope=20000" in repr(node.op) for node in graph(run.model).nodes)
+
+
+VERL = """python3 -m verl.trainer.main_ppo data.max_prompt_length=1024 data.max_response_length=1024 \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \\
+  actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.model.path=Qwen/Qwen3-8B \\
+  trainer.nnodes=1 trainer.n_gpus_per_node=8 """
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("actor_rollout_ref.model.lora.rank=32", "adapters of verl are not modelled"),
+        ("actor_rollout_ref.model.lora_rank=8", "adapters of verl are not modelled"),
+        ("actor_rollout_ref.actor.strategy=fsdp", "the actor trains with fsdp, not with Megatron"),
+        (
+            "+actor_rollout_ref.model.override_config.model_config.depth=4",
+            r"--override_config\.model_config\.depth is not",
+        ),
+        ("actor_rollout_ref.model.mtp.enable=True", r"--actor_rollout_ref\.model\.mtp\.enable is not a known flag"),
+        ("actor_rollout_ref.actor.qat.enable=True", r"--actor_rollout_ref\.actor\.qat\.enable is not a known flag"),
+        ("actor_rollout_ref.actor.own_thing=1", r"--actor_rollout_ref\.actor\.own_thing is not a known flag"),
+        ("actor_rollout_ref.actor.optim.optimizer=sgd", "--optimizer: only Adam is modelled"),
+        (
+            "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True",
+            "--optimizer-cpu-offload: an optimizer on the host",
+        ),
+    ],
+)
+def test_settings_of_verl_that_change_the_model_or_its_optimizer_are_refused(setting: str, message: str) -> None:
+    pytest.importorskip("yaml")
+    with pytest.raises(UserError, match=message):
+        read(VERL + setting)
+
+
+def test_settings_of_verl_that_change_no_step() -> None:
+    pytest.importorskip("yaml")
+    plain = read(
+        f"{VERL} actor_rollout_ref.model.lora_rank=0 actor_rollout_ref.actor.clip_ratio_high=0.3 "
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager actor_rollout_ref.model.mtp.enable=False"
+    )
+    assert plain.layout == read(VERL).layout and "value" not in said(plain)
+    more = read(f"{VERL} actor_rollout_ref.model.use_fused_kernels=True algorithm.adv_estimator=gae")
+    assert "a fused kernel of verl" in said(more) and "the prediction is for the policy" in said(more)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--train-backend fsdp", "only training by Megatron is read"),
+        ("--only-train-params-name-list a b", "weights that are not trained are not modelled"),
+        ("--use-stateless-adam", "an optimizer without moments is not modelled"),
+        ("--custom-model-provider-path my.model", "a model that a program of its own builds is not read"),
+        ("--lora-rank 8", "adapters are not modelled"),
+    ],
+)
+def test_flags_of_slime_that_change_what_trains_are_refused(flags: str, message: str) -> None:
+    text = f"python3 train.py {GPT} {TOKENS} --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-batch-size 8"
+    assert read(f"{text} --train-backend megatron --lora-rank 0 --enable-mtp-training").devices.count == 8
+    with pytest.raises(UserError, match=message):
+        read(f"{text} {flags}")

@@ -106,6 +106,28 @@ def test_gpus_that_generate_do_not_train(cluster: str, resources: str, data: str
         read(text, "run.yaml")
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("  hf_config_overrides: {rope_scaling: {factor: 4}}", r"--policy\.hf_config_overrides is not a known flag"),
+        ("  quant_cfg: NVFP4", r"--policy\.quant_cfg is not a known flag"),
+        ("  draft: {enabled: true, num_layers: 1}", r"--policy\.draft is not a known flag"),
+        ("  some_new_thing: 3", r"--policy\.some_new_thing is not a known flag"),
+        ("rm: {max_num_epochs: 1}", "--rm is not a known flag"),
+    ],
+)
+def test_keys_of_nemo_rl_that_may_change_the_model_are_refused(line: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(NEMO_RL.replace("cluster:", f"{line}\ncluster:"), "run.yaml")
+    unset = "  hf_config_overrides: {}\n  quant_cfg: null\n  draft: {enabled: false, num_layers: 1}\ncluster:"
+    assert read(NEMO_RL.replace("cluster:", unset), "run.yaml").devices.count == 8
+
+
+def test_a_model_of_values_is_named() -> None:
+    both = f"{NEMO_RL}ppo: {{ppo_epochs: 1}}\nvalue: {{model_name: Qwen/Qwen3-8B}}\n"
+    assert "the prediction is for the policy" in left_out(read(both, "run.yaml"))
+
+
 def test_experts_of_a_model_that_is_named_run_as_the_framework_sets_them() -> None:
     notes = left_out(read(NEMO_RL, "run.yaml"))
     assert "one by one" not in notes and "allgather" not in notes
