@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
-from megaloom.planner.runs.settings.near_names import first_origin, near_names
-from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, setting_at
+from megaloom.planner.runs.settings.near_names import first_origin, near_names, unknown_setting
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, leaves, setting_at
 from megaloom.planner.runs.words import Unknown, Word
 
 _RENAMED = {
@@ -102,6 +102,8 @@ _HARMLESS = frozenset(
     }
 )
 """Keys that change neither the sizes of a model nor its layout, and hardly time or memory."""
+_SECTIONS = ("inference", "export", "megatron_timer_kwargs")
+"""Sections of the model that change no step."""
 _CHECKPOINTS = "dist_ckpt_"
 """How the names of options of checkpoints begin."""
 _PATHS = (
@@ -152,7 +154,10 @@ def _model_words(model: Tree | None) -> Iterator[Word]:
             continue
         if key == "virtual_pipeline_model_parallel_size" and isinstance(value, Setting) and value.text == "1":
             continue
-        yield from flag_words(_RENAMED.get(key, key), value)
+        if isinstance(value, Mapping):
+            yield from _section(key, value)
+        else:
+            yield from flag_words(_RENAMED.get(key, key), value)
     groups = setting_at(model, "num_query_groups")
     yield from switch_words("--group-query-attention", groups)
     yield from renamed("--num-query-groups", groups)
@@ -172,6 +177,21 @@ def _model_words(model: Tree | None) -> Iterator[Word]:
     if ramp:
         yield Word("--rampup-batch-size", ramp[0].word.origin)
         yield from (r.word for r in ramp)
+
+
+def _section(key: str, value: Mapping[str, Tree]) -> Iterator[Word]:
+    """Yield as unknown a section of the model that is not read and states anything. Raise UserError for adapters."""
+    scheme = setting_at(value, "peft_scheme") if key == "peft" else None
+    if scheme and scheme.kind != "null" and scheme.text.lower() != "none":
+        raise UserError(f"{scheme.word.origin}: adapters of NeMo are not modelled")
+    unset = ("", "false")
+    stated = [
+        one
+        for _, one in leaves(value)
+        if not (isinstance(one, Setting) and (one.kind == "null" or one.text.lower() in unset))
+    ]
+    if stated and key not in ("peft", *_SECTIONS):
+        yield unknown_setting(f"model.{key}", value)
 
 
 def _activation(value: Setting | None, fused: Setting | None) -> Iterator[Word]:

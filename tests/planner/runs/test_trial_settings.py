@@ -210,6 +210,16 @@ def test_an_optimizer_of_nemo_that_a_parent_names_is_asked_for() -> None:
         nemo("optim: {lr: 0.1}")
 
 
+def test_sections_of_nemo_that_are_not_read_are_refused() -> None:
+    assert nemo(
+        "peft: {peft_scheme: none, lora_tuning: {dim: 8}}", "inference: {greedy: true}", "other: {a: null, b: False}"
+    )
+    with pytest.raises(UserError, match="adapters of NeMo are not modelled"):
+        nemo("peft: {peft_scheme: lora}")
+    with pytest.raises(UserError, match=r"--model\.quantization is not a known flag"):
+        nemo("quantization: {algorithm: fp8}")
+
+
 def test_values_that_a_file_decodes() -> None:
     hidden = "hidden_size: ${oc.decode:${oc.env:WIDTH,${multiply:128,${model.num_layers}}}}"
     text = NEMO.replace("hidden_size: 256", hidden)
