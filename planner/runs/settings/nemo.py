@@ -102,8 +102,8 @@ _HARMLESS = frozenset(
     }
 )
 """Keys that change neither the sizes of a model nor its layout, and hardly time or memory."""
-_SECTIONS = ("inference", "export", "megatron_timer_kwargs")
-"""Sections of the model that change no step."""
+_SECTIONS = ("inference", "export", "megatron_timer_kwargs", "custom")
+"""Sections of the model that change no step; `custom` has the warm-up, logs and targets of runs of MLPerf."""
 _CHECKPOINTS = "dist_ckpt_"
 """How the names of options of checkpoints begin."""
 _PATHS = (
