@@ -33,7 +33,8 @@ PASSES = {
     "add": (1.5, 1.5),
     "gradient": (1.0, 1.7),
 }
-LAUNCH = 1.75 * GPU.launch_seconds  # seconds of the host for each kernel
+LAUNCH = 3.5 * GPU.launch_seconds  # seconds of the host for each kernel
+BETWEEN = 600 * GPU.launch_seconds  # seconds of the host between two steps
 ALLOCATED = 1 / 0.94  # torch's allocator reserves this factor more than it hands out
 
 
@@ -96,9 +97,9 @@ class Node:
         added = (2 * FP32 if by_products else PASSES["gradient"][1] * (BF16 + 2 * FP32)) * params / GPU.moves
         exchange = ring("all_gather", BF16 * SEQ * HIDDEN, TP)  # a reduce-scatter takes equally long
         back = {0: 0, 1: 1, 2: 3}[gathers]  # backward mirrors each exchange, and gathers the saved input once more
-        self.forward: float = max(forward, LAUNCH * launched) + gathers * exchange
-        self.backward: float = max(backward, LAUNCH * launched_back) + added + back * exchange
-        self.saved, self.params = saved, params
+        self.forward: float = forward + gathers * exchange
+        self.backward: float = backward + added + back * exchange
+        self.saved, self.params, self.launches = saved, params, launched + launched_back
 
 
 def layers() -> list[list[Node]]:
@@ -191,16 +192,19 @@ def price() -> tuple[float, list[int]]:
     stages = split(layers())
     forward, backward = ([sum(getattr(n, name) for n in stage) for stage in stages] for name in ("forward", "backward"))
     params, saved = ([sum(getattr(n, name) for n in stage) for stage in stages] for name in ("params", "saved"))
+    # The host launches kernels ahead of the device. If it took longer than they do, they would take its time.
+    assert LAUNCH * sum(n.launches for stage in stages for n in stage) < sum(forward) + sum(backward)
     boundary = BF16 * SEQ * HIDDEN // TP  # bytes of the hidden state between the stages
     ends = one_forward_one_backward(forward, backward, LINK.latency + boundary / LINK.reached)
 
     # End of step: reduce-scatter fp32 gradients during the last backward pass, update the shards, all-gather bf16
     # weights during the next forward pass. Fused AdamW moves 40 bytes an element of a shard, and 6 more to make the
-    # bf16 weight; fp32 gradients are set to zero. All ranks wait for the norm of all gradients.
+    # bf16 weight; fp32 gradients are set to zero. All ranks wait for the norm of all gradients, and for the host
+    # between steps.
     reduced = max(end + exposed(FP32, n, b) for end, n, b in zip(ends, params, backward, strict=True))
     norm = ring("all_reduce", FP32, TP * PP * DP)
     update = [
-        ((40 + 6) * n / DP + FP32 * n) / GPU.moves + norm + exposed(BF16, n, f)
+        ((40 + 6) * n / DP + FP32 * n) / GPU.moves + norm + BETWEEN + exposed(BF16, n, f)
         for n, f in zip(params, forward, strict=True)
     ]
     seconds = reduced + max(update)

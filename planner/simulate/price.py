@@ -243,7 +243,8 @@ def end_of_step(
     moved += 0 if frees else gradient * (params + experts)  # set to zero
     number = NBYTES[DType.FLOAT32]
     waits = sum(communication.collective_seconds("all_reduce", cluster, (number, group)) for group in norm)
-    waits += job.profile.host.step_launches * cluster.device.launch_seconds * (cluster.device.units > 1)
+    if cluster.device.units > 1 and (params or experts):
+        waits += job.profile.host.step_launches * cluster.device.launch_seconds
     return EndOfStep(reduction, gathering, tied, optimizer=moved / cluster.device.moves + waits)
 
 
