@@ -10,7 +10,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.bridge import CONTAINER_FIELDS, bridge_run
 from megaloom.planner.runs.settings.bridge_precision import RECIPE
 from megaloom.planner.runs.settings.flag_words import SettingsRun
-from megaloom.planner.runs.settings.tree import Setting, Tree, overlaid, setting_at
+from megaloom.planner.runs.settings.tree import Setting, Tree, is_null, overlaid, setting_at
 from megaloom.planner.runs.words import Word
 
 from .values import Instance, Known, Value, as_tree
@@ -80,7 +80,7 @@ def _precision(value: Value | None) -> Tree | None:
     """Return the fields of mixed precision: of `MixedPrecisionConfig`, or of a named recipe and what is set later."""
     if not isinstance(value, Instance):
         named = as_tree(value)
-        return {RECIPE: named} if isinstance(named, Setting) and named.kind != "null" else named
+        return {RECIPE: named} if isinstance(named, Setting) and not is_null(named) else named
     fields = as_tree(value)
     if value.last == "MixedPrecisionConfig" or not isinstance(fields, Mapping):
         return fields

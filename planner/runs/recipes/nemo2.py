@@ -12,7 +12,7 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.bridge import bridge_run
 from megaloom.planner.runs.settings.flag_words import SettingsRun
-from megaloom.planner.runs.settings.tree import Setting, Tree, overlaid, setting_at
+from megaloom.planner.runs.settings.tree import Setting, Tree, is_null, overlaid, setting_at
 from megaloom.planner.runs.words import Origin, Word
 
 from .classes import class_fields, overrides_method
@@ -268,7 +268,7 @@ def _overlaps(callback: Instance) -> Tree:
     usual = Setting(Word("true", callback.origin), "boolean")
     stated = _fields(callback, OF_OVERLAP)
     given = stated.items() if isinstance(stated, Mapping) else ()
-    known = {name: one for name, one in given if not (isinstance(one, Setting) and one.kind == "null")}
+    known = {name: one for name, one in given if not is_null(one)}
     return {"overlap_grad_reduce": usual, "overlap_param_gather": usual, **known}
 
 

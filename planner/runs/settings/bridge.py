@@ -14,7 +14,7 @@ from megaloom.planner.runs.settings.bridge_precision import GATHERED, precision_
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import first_origin, near_names, unknown_setting
-from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, leaves, setting_at
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, is_null, items_of_list, leaves, setting_at
 from megaloom.planner.runs.words import Word
 
 _SECTIONS = (
@@ -132,8 +132,7 @@ def _words(tree: Tree | None) -> Iterator[Word]:
 def _unread_sections(tree: Tree | None) -> Iterator[Word]:
     """Yield as unknown the sections that are read and are no mappings: a name that stands for an object elsewhere."""
     for name in ("model", "train", "ddp", "optimizer", "dataset", "comm_overlap"):
-        section = found(tree, name)
-        if isinstance(section, Setting) and section.kind != "null":
+        if section := setting_at(tree, name):
             yield unknown_setting(name, section)
 
 
@@ -165,7 +164,7 @@ def _field_words(path: str, value: Tree) -> Iterator[Word]:
         return  # which perf_recipes/_common.py switches off where a model has it
     elif section == "model" and path not in _SILENT:
         yield from flag_words(key, value)
-    elif path not in _SILENT and is_unread_field(path) and not (isinstance(value, Setting) and value.kind == "null"):
+    elif path not in _SILENT and is_unread_field(path) and not is_null(value):
         yield unknown_setting(path, value)
 
 

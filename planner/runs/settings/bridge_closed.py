@@ -41,7 +41,7 @@ HARMLESS_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """By the section: fields without effect on the mathematics of a step, its time and its memory, or that others say."""
 OPTIMIZERS_OF_MUON = "muon_"
-"""How the names of fields begin that another optimizer has."""
+"""Prefix of the fields that only the optimizer Muon has."""
 
 
 def is_unread_field(path: str) -> bool:

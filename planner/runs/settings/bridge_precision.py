@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from attrs import evolve
 
-from megaloom.planner.runs.settings.tree import Setting, Tree, overlaid, plain_setting
+from megaloom.planner.runs.settings.tree import Setting, Tree, overlaid, plain_setting, setting_at
 
 RECIPE = "recipe"
 """The field that has the name of a recipe, where other fields stand beside it."""
@@ -37,11 +37,8 @@ def precision_fields(section: Tree | None, *, sharded: bool) -> Tree | None:
 
     sharded: Megatron-FSDP shards the weights. A recipe that is not known is a field of its own name.
     """
-    name = section if isinstance(section, Setting) else None
-    if isinstance(section, Mapping):
-        named = section.get(RECIPE)
-        name = named if isinstance(named, Setting) else None
-    if name is None or name.kind == "null":
+    name = setting_at(section, RECIPE if isinstance(section, Mapping) else "")
+    if name is None:
         return section if isinstance(section, Mapping) else None
     known = PRECISION_RECIPES.get(name.text.replace("-", "_"))
     if known is None:

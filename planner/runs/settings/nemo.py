@@ -8,7 +8,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import first_origin, near_names, unknown_setting
-from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, leaves, setting_at
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, is_null, items_of_list, leaves, setting_at
 from megaloom.planner.runs.words import Unknown, Word
 
 _RENAMED = {
@@ -105,7 +105,7 @@ _HARMLESS = frozenset(
 _SECTIONS = ("inference", "export", "megatron_timer_kwargs", "custom")
 """Sections of the model that change no step; `custom` has the warm-up, logs and targets of runs of MLPerf."""
 _CHECKPOINTS = "dist_ckpt_"
-"""How the names of options of checkpoints begin."""
+"""Prefix of the options of checkpoints."""
 _PATHS = (
     *(f"trainer.{key}" for key in ("devices", "num_nodes", "precision")),
     *(f"model.optim.{key}" for key in ("name", "overlap_grad_sync", "overlap_param_sync", "grad_sync_dtype")),
@@ -182,14 +182,10 @@ def _model_words(model: Tree | None) -> Iterator[Word]:
 def _section(key: str, value: Mapping[str, Tree]) -> Iterator[Word]:
     """Yield as unknown a section of the model that is not read and states anything. Raise UserError for adapters."""
     scheme = setting_at(value, "peft_scheme") if key == "peft" else None
-    if scheme and scheme.kind != "null" and scheme.text.lower() != "none":
+    if scheme and scheme.text.lower() != "none":
         raise UserError(f"{scheme.word.origin}: adapters of NeMo are not modelled")
-    unset = ("", "false")
-    stated = [
-        one
-        for _, one in leaves(value)
-        if not (isinstance(one, Setting) and (one.kind == "null" or one.text.lower() in unset))
-    ]
+    values = [one for _, one in leaves(value) if not is_null(one)]
+    stated = [one for one in values if not (isinstance(one, Setting) and one.text.lower() in ("", "false"))]
     if stated and key not in ("peft", *_SECTIONS):
         yield unknown_setting(f"model.{key}", value)
 

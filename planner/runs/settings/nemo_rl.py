@@ -11,7 +11,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, renamed, switch_words
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import first_origin, near_names, unknown_setting
-from megaloom.planner.runs.settings.tree import Setting, Tree, found, leaves, setting_at
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, is_null, leaves, setting_at
 from megaloom.planner.runs.words import Unknown, Word
 
 _RENAMED = {
@@ -128,7 +128,7 @@ def _others(tree: Tree | None) -> Iterator[Word]:
     policy = found(tree, "policy")
     yield from near_names(tree, [f"policy.{path}" for path in _POLICY], _OTHER_KEYS)
     for key, value in policy.items() if isinstance(policy, Mapping) else ():
-        states = [one for _, one in leaves(value) if not (isinstance(one, Setting) and one.kind == "null")]
+        states = [one for _, one in leaves(value) if not is_null(one)]
         switch = setting_at(value, "enabled")
         if key not in _KNOWN and states and (switch is None or switch.is_true):
             yield unknown_setting(f"policy.{key}", value)

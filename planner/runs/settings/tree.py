@@ -65,10 +65,15 @@ def found(tree: Tree | None, path: str) -> Tree | None:
     return tree
 
 
+def is_null(tree: Tree) -> bool:
+    """Return whether a tree is the value null."""
+    return isinstance(tree, Setting) and tree.kind == "null"
+
+
 def setting_at(tree: Tree | None, path: str) -> Setting | None:
     """Return the value at a path; None if there is none, or if it is null."""
     at = found(tree, path)
-    return at if isinstance(at, Setting) and at.kind != "null" else None
+    return at if isinstance(at, Setting) and not is_null(at) else None
 
 
 def placed(path: str, tree: Tree) -> Tree:

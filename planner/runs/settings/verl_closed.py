@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import flag_words, switch_words
 from megaloom.planner.runs.settings.near_names import unknown_setting
-from megaloom.planner.runs.settings.tree import Setting, Tree, found, leaves, setting_at
+from megaloom.planner.runs.settings.tree import Tree, found, is_null, leaves, setting_at
 from megaloom.planner.runs.words import Word
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -35,6 +35,10 @@ muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_fp32_matmul_prec muon_
 muon_scalar_optimizer muon_match_adamw_update_rms override_optimizer_config warmup_style num_cycles
 """
 _KNOWN = {ACTOR: _OF_ACTOR.split(), MODEL: _OF_MODEL.split(), f"{ACTOR}.optim": _OF_OPTIMIZER.split()}
+_READ_OF_OPTIMIZER = (
+    *("optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    *("use_precision_aware_optimizer", "use_layer_wise_distributed_optimizer"),
+)
 _SWITCHES = (f"{MODEL}.mtp.enable", f"{MODEL}.mtp.enable_train", f"{ACTOR}.qat.enable", f"{MODEL}.lora.merge")
 """Switches that change the model or its arithmetic where they are on."""
 _WITHOUT_EFFECT = frozenset({"attn_implementation", "max_position_embeddings", "_attn_implementation"})
@@ -66,15 +70,13 @@ def verl_words(tree: Tree | None) -> Iterator[Word]:
         yield Word("--trains-a-value-model", advantages.word.origin)
     yield from _optimizer(found(tree, f"{ACTOR}.optim"))
     for path, value in leaves(found(tree, f"{MODEL}.override_config")):
-        if path.rpartition(".")[2] not in _WITHOUT_EFFECT and not (isinstance(value, Setting) and value.kind == "null"):
+        if path.rpartition(".")[2] not in _WITHOUT_EFFECT and not is_null(value):
             yield unknown_setting(f"override_config.{path}", value)
 
 
 def _optimizer(optim: Tree | None) -> Iterator[Word]:
     """Yield the optimizer's flags, with what overrides Megatron-core's own settings."""
-    for key in ("optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-        yield from flag_words(key, found(optim, key) or [])
-    for key in ("use_precision_aware_optimizer", "use_layer_wise_distributed_optimizer"):
+    for key in _READ_OF_OPTIMIZER:
         yield from flag_words(key, found(optim, key) or [])
     for path, value in leaves(found(optim, "override_optimizer_config")):
         yield from flag_words(path, value)

@@ -1,4 +1,4 @@
-"""What public scripts and logs of a blind trial had that was read wrong or refused, in small files of our own."""
+"""Small scripts and logs of our own read right: each has what a public file of the blind trial was misread for."""
 
 from __future__ import annotations
 

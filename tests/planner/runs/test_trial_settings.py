@@ -1,4 +1,4 @@
-"""What public settings files and recipes of a blind trial had that was read wrong, in small files of our own."""
+"""Small settings files of our own read right: each has what a public file of the blind trial was misread for."""
 
 from __future__ import annotations
 

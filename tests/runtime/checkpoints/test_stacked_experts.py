@@ -20,7 +20,7 @@ CHAIN = [
     (True, Layout(dp=4, ep=2, shard="weights")),
     (False, Layout()),
 ]
-"""Whether experts are stacked, and the layout, of runs that each go on from the checkpoint of the run before."""
+"""Runs that each resume from the checkpoint of the run before: whether their experts are stacked, and their layout."""
 OVER_ETP = [
     (False, Layout(dp=2, etp=2, shard="optimizer")),
     (True, Layout(tp=2, sequence_parallel=True, etp=2)),
