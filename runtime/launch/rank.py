@@ -184,13 +184,30 @@ def _set_environment(context: RankContext) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def initialize(
-    rank: int, world: int, local: int, store: dist.Store | None, timeout: datetime.timedelta = COLLECTIVE_TIMEOUT
-) -> None:
-    """Initialize torch.distributed on this rank's device, number `local`. Without a store, use the environment."""
+def initialize(rank: int, world: int, local: int, store: dist.Store, timeout: datetime.timedelta) -> None:
+    """Initialize torch.distributed on this rank's device, number `local`. Collectives fail after `timeout`."""
     if device.gpu_count():
         torch.cuda.set_device(local)
+    connect(rank, world, store, timeout)
+
+
+def connect(rank: int, world: int, store: dist.Store, timeout: datetime.timedelta) -> None:
+    """Create the process group of all ranks, and return once every rank has connected to all others.
+
+    store: one that no other process group uses. torch lets a rank go on while others still connect. If that rank then
+    leaves, gloo fails on a rank that has not yet seen that it is connected: "connectFullMesh failed ... Connection
+    closed by peer". On a busy machine one start in a hundred failed so. NCCL connects in the first collective.
+    """
     dist.init_process_group(device.backend(), rank=rank, world_size=world, store=store, timeout=timeout)
+    if device.backend() == "gloo":
+        _meet(store, world, "connected", timeout)
+
+
+def _meet(store: dist.Store, world: int, what: str, timeout: datetime.timedelta) -> None:
+    """Return once all ranks have called this. Raise RuntimeError if they do not within the timeout."""
+    if store.add(f"megaloom/{what}", 1) == world:
+        store.set(f"megaloom/all {what}", "")
+    store.wait([f"megaloom/all {what}"], timeout)
 
 
 def _wait_for_others(store: dist.Store, world: int) -> None:
@@ -198,10 +215,8 @@ def _wait_for_others(store: dist.Store, world: int) -> None:
     if device.gpu_count():
         torch.cuda.synchronize()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no `finally` clause is left to run
-    if store.add("megaloom/done", 1) == world:
-        store.set("megaloom/all done", "")
     with contextlib.suppress(RuntimeError):  # others have failed; the parent reports that
-        store.wait(["megaloom/all done"], EXIT_WAIT)
+        _meet(store, world, "done", EXIT_WAIT)
 
 
 def _failure(rank: int, error: BaseException) -> Failure:
