@@ -1,11 +1,11 @@
 """Run cases with a fixed layout on the GPUs at hand, and compare with plans: `python -m benchmarks.gpu_runs --gpus 1`.
 
 The ranks start once for all cases with one environment, and once more for those with sharded weights, which have more
-connections to the GPU. They run the cases one after the other: each is built, trained for a few steps on random tokens,
-and freed. Its result is appended to a file (`--output`) before the next case begins, so a cut-off loses only the case
-that runs. A case that fails or takes longer than `--timeout` is recorded with its error, and the ranks start again for
-the rest. A case that the file or the repository has a run of, on the same GPUs, is left out (without `--again`, which
-looks at the file alone): the same command goes on where it was cut off.
+connections to the GPU. They run the cases one after the other: each is built, trained for a few steps on random tokens
+with routers that choose experts at random, and freed. Its result is appended to a file (`--output`) before the next
+case begins, so a cut-off loses only the case that runs. A case that fails or takes longer than `--timeout` is recorded
+with its error, and the ranks start again for the rest. A case that the file or the repository has a run of, on the same
+GPUs, is left out (without `--again`, which looks at the file alone): the same command goes on where it was cut off.
 
 A start takes 20 to 40 s and a case 15 to 40 s, as measured of single runs on an H100: with the default `--limit`, 12 to
 20 cases a command of ten minutes. `--list` prints the cases, `--report` compares all runs with what the planner of
@@ -129,7 +129,7 @@ def measured(case: Case, plan: Plan, gpus: str, budget: Budget) -> Measured:
     """Return the median step and the most memory of any rank of a case, whose model is freed again."""
     if device.gpu_count():
         torch.cuda.reset_peak_memory_stats()
-    took = list(timed_steps(plan, budget.steps))[budget.uncounted :]
+    took = list(timed_steps(plan, budget.steps, balanced=True))[budget.uncounted :]
     reserved = torch.cuda.max_memory_reserved() if device.gpu_count() else 0
     most = torch.tensor([device.peak_memory(), reserved], dtype=torch.float64, device=device.current())
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -153,8 +153,11 @@ def _free() -> None:
 
     megatron-core holds a model in cycles that pass through C++, which Python cannot collect: hooks on gradients refer
     to the model. So the memory of each parameter, of the optimizer's state and of each large tensor is freed, and the
-    small remains stay.
+    small remains stay. A tensor that megatron-core would use again is forgotten first.
     """
+    from megatron.core import parallel_state
+
+    parallel_state.get_global_memory_buffer().buffer.clear()
     gc.collect()
     torch._dynamo.reset()  # else the shapes of many cases would be too many for one function
     if device.gpu_count():
@@ -169,7 +172,7 @@ def _left(one: object) -> Iterator[torch.Tensor]:
         state = (t for of in one.state.values() for t in of.values())
         masters = (p for group in one.param_groups for p in group["params"])
         yield from (t for t in (*state, *masters) if type(t) in OWN_STORAGE)
-    elif type(one) is torch.nn.Parameter or (isinstance(one, torch.Tensor) and _is_large(one)):
+    elif type(one) is torch.nn.Parameter or (type(one) in OWN_STORAGE and _is_large(one)):
         yield one
 
 
