@@ -39,6 +39,7 @@ from .settings.bridge_script import bridge_script_tree, is_bridge_script
 from .settings.published import not_modelled, published_model
 from .settings.torchtitan_judged import left_out_of_torchtitan
 from .settings.torchtitan_words import torchtitan_options, torchtitan_words
+from .settings.unread import note_of_unread
 from .shell.read import script_of_text
 from .slime import is_slime, repeated_flags, slime_devices, slime_words
 from .words import Origin, Script, Word
@@ -168,7 +169,8 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
     run = _of_script(settings.script(path), path, evolve(given, command=None), of_settings=True)
     defaults = run.defaults or f"{run.program} {run.version}".strip()
     run = evolve(run, program=settings.framework, version=settings.version, defaults=defaults)
-    return evolve(run, assumed=(Note(assumed), *run.assumed, *_again(settings.repeated)), notes=(*run.notes, *left_out))
+    said = (*_again(settings.repeated), *note_of_unread(settings.left_out))
+    return evolve(run, assumed=(Note(assumed), *run.assumed, *said), notes=(*run.notes, *left_out))
 
 
 def _again(repeated: Sequence[Word]) -> list[Note]:
@@ -196,7 +198,7 @@ def _of_script(script: Script, path: str, given: RunInputs, *, of_settings: bool
     if is_slime(launch.words):
         stated = slime_devices(launch.words, given.devices)
         launch = evolve(launch, words=slime_words(launch.words, given.flags))
-        assumed.append(Note("slime's flags that are none of Megatron-LM are left out", launch.program.origin))
+        assumed.append(Note("slime's flags of generation, rewards and logs are left out", launch.program.origin))
         assumed += repeated_flags(chosen.launch.words)
     else:
         stated = launched_devices(launch, script.sbatch)

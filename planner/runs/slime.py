@@ -10,11 +10,10 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.quoting import shortened
 
-from .megatron.field_flags import FIELD_FLAGS
 from .megatron.flag import LARGEST_VALUE
 from .megatron.parser import looks_like_flag, table
 from .run import Devices, Note
-from .settings.near_names import nearly_spelled
+from .slime_flags import changes_no_step
 from .words import Word
 
 MARK = "--rollout-batch-size"
@@ -27,10 +26,6 @@ OF_SLIME = (
     "--max-tokens-per-gpu",
 )
 """Flags of slime that are read."""
-
-
-OTHERS = frozenset({"--rm-type", "--n-samples-per-eval-prompt"})
-"""Flags of slime that are not read, though they are nearly spelled as others that are."""
 
 
 def is_slime(words: Sequence[Word]) -> bool:
@@ -115,21 +110,17 @@ def repeated_flags(words: Sequence[Word]) -> Iterator[Note]:
 
 
 def _known(words: Sequence[Word]) -> Iterator[Word]:
-    """Yield the flags of Megatron-LM with their values, and what may stand for flags."""
+    """Yield the words without slime's flags that change no step; a flag that is not known is refused by a parser."""
     keep, before = True, ""
-    for word in words:
+    for position, word in enumerate(words):
         is_value, before = before in OF_SLIME, word.text
         if looks_like_flag(word.text) or (word.unknown and not word.text and not is_value):
-            name = word.text.partition("=")[0]
-            keep = bool(word.unknown) or name in table() or _may_be_meant(name)
+            name, equals, value = word.text.partition("=")
+            if not equals and position + 1 < len(words):
+                value = words[position + 1].text
+            keep = bool(word.unknown) or name in table() or not (name in OF_SLIME or changes_no_step(name, value))
         if keep:
             yield word
-
-
-def _may_be_meant(name: str) -> bool:
-    """Return whether a flag is none of slime that is read, but an abbreviation of one, or nearly spelled as one."""
-    read = [flag.name for flag in FIELD_FLAGS] + [*OF_SLIME]
-    return name not in (*OF_SLIME, *OTHERS) and any(one.startswith(name) or nearly_spelled(name, one) for one in read)
 
 
 def _values(words: Sequence[Word]) -> dict[str, Word]:

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from attrs import evolve
+
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.quoting import printable
 from megaloom.planner.runs.settings.flag_words import SettingsRun
+from megaloom.planner.runs.settings.overrides import is_override
 from megaloom.planner.runs.shell.folders import MOST_BYTES
 from megaloom.planner.runs.words import Command, Word
 
@@ -35,7 +38,11 @@ def recipe_command(command: Command, script: str, environment: Mapping[str, str]
     if recipe is None or not recipe.text.isidentifier():
         return None
     files = [str(path) for folder in _below(script, RECIPES) for path in _defining(folder, recipe.text)]
-    return _read(files, recipe, known, command.words, "Megatron-Bridge")
+    run = _read(files, recipe, known, [word for word in command.words if is_override(word)], "Megatron-Bridge")
+    beside = [word for word in command.words if word.text.startswith("--") and word.text not in RECIPE_FLAGS]
+    if adapts := next((word for word in beside if word.text.startswith("--peft")), None):
+        raise UserError(f"{adapts.origin}: adapters of Megatron-Bridge are not modelled")
+    return evolve(run, left_out=(*run.left_out, *beside))
 
 
 def _read(

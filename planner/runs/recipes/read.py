@@ -12,7 +12,7 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.quoting import printable
 from megaloom.planner.runs.settings.flag_words import SettingsRun
-from megaloom.planner.runs.settings.overrides import override_tree
+from megaloom.planner.runs.settings.overrides import check_overrides, override_tree
 from megaloom.planner.runs.words import Origin, Word
 
 from .bridge_recipe import bridge_recipe_run
@@ -55,6 +55,7 @@ def recipe_run(
         raise UserError(f"{path}: the file is nested too deeply to be evaluated") from None
     if program == "torchtitan":
         return titan_run(config, path, overrides)
+    check_overrides(overrides)
     if program == LLM:
         return nemo2_run(config, path, evaluator, override_tree(overrides), environment)
     run = bridge_recipe_run(config, path, override_tree(overrides), environment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attrs import evolve
@@ -11,7 +11,8 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.near_names import nearly_spelled
 from megaloom.planner.runs.settings.torchtitan import torchtitan_run
-from megaloom.planner.runs.settings.tree import Setting, Tree, found, overlaid, placed, plain_setting, setting_at
+from megaloom.planner.runs.settings.torchtitan_cli import option_tree
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, overlaid, setting_at
 from megaloom.planner.runs.words import Origin, Word
 
 from .values import Foreign, Instance, Known, Value, as_tree
@@ -24,7 +25,6 @@ TOKEN_FIELDS = ("num_tokens_per_microbatch_per_dp_rank", "max_context_length", "
 """Fields of training after 0.3.0, which counts tokens instead of sequences."""
 PIPELINE_MICROBATCHES = "num_pp_microbatches"
 AC_CLASSES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
-SUBCOMMAND = "activation_checkpoint:"
 TITAN_SECTIONS = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
 """Sections that are read, and the classes of their values."""
 _SECTIONS = (*TITAN_SECTIONS, "model_spec", "activation_checkpoint")
@@ -40,15 +40,20 @@ def titan_run(config: Value, path: str, overrides: Sequence[Word] = ()) -> Setti
         raise UserError(f"{path} builds no configuration of torchtitan with a flavor of a model")
     for key, value in config.fields.items():
         if key not in _SECTIONS and any(nearly_spelled(key, one) for one in _SECTIONS):
-            origin = value.origin if isinstance(value, Instance | Known | Foreign) else config.origin
-            raise UserError(f"{origin}: the section {key:.40} of torchtitan is not known")
+            raise UserError(f"{_line(value, config.origin)}: the section {key:.40} of torchtitan is not known")
     tree: dict[str, Tree] = {"model": _model(spec, flavor, path), "activation_checkpoint": {"mode": _mode(config)}}
     if (recipe := _float8_recipe(spec)) is not None:
         tree["quantize"] = {"linear": {"float8": {"recipe_name": recipe}}}
     for name, kind in TITAN_SECTIONS.items():
         tree[name] = _section(config, name, kind)
     joined = overlaid(tree, option_tree(overrides)) or {}
-    return evolve(torchtitan_run(_in_sequences(joined, config.origin)), version=_release(joined))
+    run = torchtitan_run(_in_sequences(joined, config.origin))
+    beside = [Word(key, _line(value, config.origin)) for key, value in config.fields.items() if key not in _SECTIONS]
+    return evolve(run, version=_release(joined), left_out=(*beside, *run.left_out))
+
+
+def _line(value: Value, otherwise: Origin) -> Origin:
+    return value.origin if isinstance(value, Instance | Known | Foreign) else otherwise
 
 
 def _release(tree: Tree) -> str:
@@ -101,8 +106,7 @@ def _section(config: Instance, name: str, kind: str) -> Tree:
     if value is None:
         return {}
     if not isinstance(value, Instance) or value.last != kind:
-        origin = value.origin if isinstance(value, Instance | Known | Foreign) else config.origin
-        raise UserError(f"{origin}: {name} is no {kind} with fields that are known")
+        raise UserError(f"{_line(value, config.origin)}: {name} is no {kind} with fields that are known")
     tree = as_tree(value)
     return tree if tree is not None else {}
 
@@ -120,38 +124,6 @@ def _mode(config: Instance) -> Setting:
     if mode is None:
         raise UserError(f"{origin}: activation_checkpoint is none of {', '.join(AC_CLASSES)}")
     return Setting(Word(mode, origin))
-
-
-def option_tree(words: Sequence[Word]) -> Tree:
-    """Return options of torchtitan's command line as a tree: `--a.b value`, `--a.b=value`, `--a.b` and `ac:full`."""
-    tree: Tree = {}
-    for name, value in _pairs(words):
-        tree = overlaid(tree, placed(name, value)) or {}
-    return tree
-
-
-def _pairs(words: Sequence[Word]) -> Iterator[tuple[str, Setting]]:
-    """Yield the path of each option and its value; a flag without a value is true."""
-    for position, word in enumerate(words):
-        plain = word.text.replace("-", "_")
-        if plain.startswith(SUBCOMMAND):
-            mode = plain.removeprefix(SUBCOMMAND)
-            yield "activation_checkpoint.mode", Setting(evolve(word, text=mode))
-        name, equals, value = word.text.partition("=")
-        if not name.startswith("--"):
-            continue
-        after = words[position + 1] if position + 1 < len(words) else None
-        path = name.removeprefix("--").replace("-", "_")
-        if equals:
-            yield path, _plain(evolve(word, text=value))
-        elif after is None or after.text.startswith("--") or ":" in after.text:
-            yield path, Setting(evolve(word, text="true"), "boolean")
-        else:
-            yield path, _plain(after)
-
-
-def _plain(word: Word) -> Setting:
-    return evolve(plain_setting(word.text, word.origin), word=word)
 
 
 def _in_sequences(tree: Tree, origin: Origin) -> Tree:

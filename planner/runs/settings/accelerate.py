@@ -14,6 +14,7 @@ from megaloom.planner.export.accelerate_keys import ACCELERATE_KEYS, MEGATRON_PR
 from megaloom.planner.runs.settings.flag_words import SettingsRun, renamed, switch_words
 from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, plain_setting, setting_at
+from megaloom.planner.runs.settings.unread import misshapen_settings, unread_settings
 from megaloom.planner.runs.words import Word
 
 ACCELERATE = "Accelerate"
@@ -32,6 +33,17 @@ _OF_FSDP = (
     "fsdp_config.fsdp_activation_checkpointing",
     *(f"parallelism_config.parallelism_config_{key}_size" for key in ("dp_replicate", "dp_shard", "tp", "cp")),
 )
+_SILENT = (
+    *("compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank", "main_training_function"),
+    *("rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "use_cpu", "main_process_ip"),
+    *("main_process_port", "fsdp_config.fsdp_version", "fsdp_config.fsdp_state_dict_type", "deepspeed_config"),
+    *(
+        f"fsdp_config.fsdp_{key}"
+        for key in ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading")
+    ),
+    *(f"fsdp_config.fsdp_{key}" for key in ("sync_module_states", "use_orig_params", "backward_prefetch")),
+)
+"""Keys that change no step beside those that are read."""
 _HARMLESS = frozenset({"gradient_clipping", "train_iters", "eval_iters", "eval_interval", "save_interval", "seed"})
 _SHARDING = {
     "FULL_SHARD": "optim_grads_params",
@@ -65,6 +77,7 @@ def accelerate_run(tree: Tree, path: str, flags: Sequence[Word]) -> SettingsRun:
         words=(*flags, *_words(tree, path, given, count)),
         nodes=machines.word if machines else Word("1", processes.word.origin),
         per_node=evolve(processes.word, text=str(max(1, count // nodes))),
+        left_out=tuple(unread_settings(tree, (*_TOP_LEVEL[:4], "megatron_lm_config", *_OF_FSDP), _SILENT)),
     )
 
 
@@ -80,6 +93,8 @@ def _words(tree: Tree, path: str, given: Mapping[str, Word], count: int) -> Iter
     config = found(tree, "megatron_lm_config")
     keys = {MEGATRON_PREFIX + key for key in (*ACCELERATE_KEYS.values(), MICROBATCHES)}
     yield from near_names(tree, (*_TOP_LEVEL, *_OF_FSDP))
+    values = (*_TOP_LEVEL[:4], *_OF_FSDP, *(f"megatron_lm_config.{key}" for key in sorted(keys)))
+    yield from misshapen_settings(tree, values)
     for key, unread in config.items() if isinstance(config, Mapping) else ():
         if key not in keys and key.removeprefix(MEGATRON_PREFIX) not in _HARMLESS:
             yield unknown_setting(f"megatron_lm_config.{key}", unread)

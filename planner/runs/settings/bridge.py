@@ -15,6 +15,7 @@ from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, r
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import first_origin, near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, is_null, items_of_list, leaves, setting_at
+from megaloom.planner.runs.settings.unread import misshapen_settings, unread_settings
 from megaloom.planner.runs.words import Word
 
 _SECTIONS = (
@@ -87,6 +88,24 @@ _SILENT = frozenset(path for fields in SWITCH_FIELDS.values() for path in fields
     "model.pipeline_dtype",
 }
 """Fields that need no flag where no switch stands for their value."""
+_CLOSED = (
+    "model",
+    "train",
+    "ddp",
+    "optimizer",
+    "comm_overlap",
+    "mixed_precision",
+    "optimizer_config_override_provider",
+)
+"""Sections of which every field is known, and one without effect on a step."""
+_READ_IN_PART = (
+    *("dataset.seq_length", "dataset.sequence_length", "checkpoint.ckpt_format", "checkpoint.dist_ckpt_format"),
+    *(f"tokenizer.{key}" for key in ("use_tokenizer_vocab_size", "vocab_size", "tokenizer_type", "tokenizer_model")),
+)
+_SILENT_BESIDE = (
+    *(f"rng.{key}" for key in ("seed", "te_rng_tracker")),
+    *(f"tokenizer.{key}" for key in ("hf_tokenizer_kwargs", "vocab_file", "merge_file")),
+)
 _ACTIVATIONS = {"silu": "swiglu", "swiglu": "swiglu", "quick_gelu": "quick-geglu", "squared_relu": "squared-relu"}
 
 
@@ -100,17 +119,26 @@ def bridge_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
     """Return the settings as a command line. What a recipe sets is not in it."""
     inserted = Interpolation(tree, environment)
     resolved = inserted.resolved(tree)
-    return SettingsRun(framework="Megatron-Bridge", words=tuple(_words(resolved)), assumed=tuple(inserted.assumed))
+    words, left_out = (
+        tuple(_words(resolved)),
+        tuple(unread_settings(resolved, (*_CLOSED, *_READ_IN_PART), _SILENT_BESIDE)),
+    )
+    assumed = tuple(inserted.assumed)
+    return SettingsRun(framework="Megatron-Bridge", words=words, assumed=assumed, left_out=left_out)
 
 
 def _words(tree: Tree | None) -> Iterator[Word]:
     tree = with_overlap(tree)
     sharded = setting_at(tree, "ddp.use_megatron_fsdp")
     if isinstance(tree, Mapping) and "mixed_precision" in tree:
-        fields = precision_fields(tree["mixed_precision"], sharded=bool(sharded and sharded.is_true))
+        named = tree["mixed_precision"]
+        if not isinstance(named, Setting | Mapping):
+            yield unknown_setting("mixed_precision.list", named)
+        fields = precision_fields(named, sharded=bool(sharded and sharded.is_true))
         tree = {**tree, "mixed_precision": fields if fields is not None else {}}
     yield from near_names(tree, _OUTSIDE_OF_MODEL, _OTHER_NAMES)
     yield from _unread_sections(tree)
+    yield from misshapen_settings(tree, (*_SWITCHES, *_READ_IN_PART))
     if isinstance(tree, Mapping):
         yield from (unknown_setting(name, one) for name, one in tree.items() if name not in CONTAINER_FIELDS)
     for path, value in leaves(tree):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from attrs import evolve, field, frozen
 
-from megaloom.planner.runs.settings.near_names import nearly_spelled, unknown_setting
+from megaloom.planner.runs.settings.near_names import first_origin, nearly_spelled, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, items_of_list
 from megaloom.planner.runs.words import Command, Origin, Script, Unknown, Word
 
@@ -42,21 +42,26 @@ _NAMED_OTHERWISE = {"fp8": "fp8-format", "fp4": "fp4-format", "layernorm_epsilon
 """Destinations whose flag has another name."""
 
 
+_EMPTY_MATTERS = frozenset({"recompute_modules"})
+"""Lists that are something else without items than by default."""
 _SWITCHES = frozenset({"sequence_parallel", "bf16", "fp16", "swiglu"})
 """Switches for which people write 0 and 1."""
 
 
 def flag_words(key: str, value: Tree | None) -> Iterator[Word]:
-    """Yield the flag of a setting and its value; nothing for null, and for a switch that is not set."""
-    if "-" in key:  # settings have underscores: another spelling is none of theirs
-        yield unknown_setting(f"settings.{key}", value if value is not None else [])
+    """Yield the flag of a setting and its value; nothing for null, what is empty, and a switch that is not set.
+
+    The key is a destination of Megatron-LM, so a mapping, a list in a list and a name with dashes are unknown settings.
+    """
+    if value is None or (not isinstance(value, Setting) and not value and key not in _EMPTY_MATTERS):
+        return
+    if "-" in key or not _is_plain(value):
+        yield unknown_setting(f"settings.{key}", value)
         return
     flag = "--" + _NAMED_OTHERWISE.get(key, key).replace("_", "-")
     if not isinstance(value, Setting):
-        items = items_of_list(value)
-        if items:
-            yield Word(flag, items[0].word.origin)
-            yield from (i.word for i in items)
+        yield Word(flag, first_origin(value))
+        yield from (item.word for item in items_of_list(value))
         return
     origin = value.word.origin
     if value.kind == "null":
@@ -72,6 +77,35 @@ def flag_words(key: str, value: Tree | None) -> Iterator[Word]:
         return
     yield Word(flag, origin)
     yield value.word
+
+
+def is_other_spelling(key: str) -> bool:
+    """Return whether a key is a flag's name that is no destination: `disable_bias_linear` for add_bias_linear."""
+    names = {*_SWITCHED_OFF.values(), *_NAMED_OTHERWISE.values()} - {"norm-epsilon"}
+    return key.replace("_", "-") in names
+
+
+def passed_words(key: str, value: Tree) -> Iterator[Word]:
+    """Yield a setting as a launcher passes it that writes each key as a flag: FlagScale's `flatten_dict_to_args`.
+
+    A switch that is true is a flag, one that is false is nothing, and null is the text None. A list in a list, and a
+    mapping in one, is an unknown setting.
+    """
+    flag = "--" + key.replace("_", "-")
+    if not _is_plain(value):
+        yield unknown_setting(f"settings.{key}", value)
+    elif not isinstance(value, Setting):
+        yield Word(flag, first_origin(value))
+        yield from (item.word for item in items_of_list(value))
+    elif value.kind != "boolean" or value.is_true:
+        yield Word(flag, value.word.origin)
+        if value.kind != "boolean":
+            yield evolve(value.word, text="None") if value.kind == "null" else value.word
+
+
+def _is_plain(value: Tree) -> bool:
+    """Return whether a setting is a value or a list of values."""
+    return not isinstance(value, Mapping) and (isinstance(value, Setting) or all(isinstance(i, Setting) for i in value))
 
 
 def switch_words(flag: str, value: Setting | None) -> Iterator[Word]:
@@ -101,6 +135,7 @@ class SettingsRun:
     program: str = "pretrain_gpt.py"
     unknown: tuple[Unknown, ...] = ()
     assumed: tuple[Unknown, ...] = ()
+    left_out: tuple[Word, ...] = ()  # paths of settings that no reader asks for
     repeated: tuple[Word, ...] = ()  # settings that stand again with another value, which counts
 
     def script(self, path: str) -> Script:

@@ -9,6 +9,7 @@ from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, r
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import first_origin, near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, is_null, items_of_list, leaves, setting_at
+from megaloom.planner.runs.settings.unread import misshapen_settings, unread_settings
 from megaloom.planner.runs.words import Unknown, Word
 
 _RENAMED = {
@@ -26,19 +27,23 @@ _RENAMED = {
     "batch_p2p_comm": "",
 }
 """Names of NeMo and of Megatron-LM; an empty one has no flag, and changes neither time nor memory of a step."""
+_VALUES = (
+    "normalization",
+    "bias",
+    "activation",
+    "share_embeddings_and_output_weights",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_hybrid",
+    "fp8_params",
+    "num_query_groups",
+    "fsdp",
+    "bias_activation_fusion",
+)
+"""Keys of the model that are single values, and read with others."""
 _READ_BELOW = frozenset(
     {
-        "normalization",
-        "bias",
-        "activation",
-        "share_embeddings_and_output_weights",
-        "fp8",
-        "fp8_e4m3",
-        "fp8_hybrid",
-        "fp8_params",
-        "num_query_groups",
-        "fsdp",
-        "bias_activation_fusion",
+        *_VALUES,
         "tokenizer",
         "optim",
         "data",
@@ -104,6 +109,8 @@ _HARMLESS = frozenset(
 """Keys that change neither the sizes of a model nor its layout, and hardly time or memory."""
 _SECTIONS = ("inference", "export", "megatron_timer_kwargs", "custom")
 """Sections of the model that change no step; `custom` has the warm-up, logs and targets of runs of MLPerf."""
+_SECTIONS_READ = ("optim", "data", "tokenizer")
+"""Sections of which only some keys are read."""
 _CHECKPOINTS = "dist_ckpt_"
 """Prefix of the options of checkpoints."""
 _PATHS = (
@@ -111,6 +118,30 @@ _PATHS = (
     *(f"model.optim.{key}" for key in ("name", "overlap_grad_sync", "overlap_param_sync", "grad_sync_dtype")),
     *(f"model.tokenizer.{key}" for key in ("library", "type", "vocab_file", "merge_file")),
 )
+_READ = (
+    *_PATHS,
+    *(f"model.data.{key}" for key in ("reset_position_ids", "reset_attention_mask")),
+    "model.nsys_profile",
+)
+_OF_TRAINER = """
+accelerator logger enable_checkpointing use_distributed_sampler max_epochs max_steps max_time log_every_n_steps
+val_check_interval limit_val_batches limit_test_batches limit_train_batches gradient_clip_val benchmark
+enable_model_summary num_sanity_val_steps enable_progress_bar check_val_every_n_epoch reload_dataloaders_every_n_epochs
+"""
+_OF_OPTIMIZER = "lr min_lr weight_decay betas eps sched capturable exclude_norm"
+_OF_DATA = """
+data_prefix index_mapping_dir data_impl mmap_bin_files splits_string seq_length skip_warmup num_workers
+num_dataset_builder_threads dataloader_type eod_mask_loss validation_drop_last no_seqlen_plus_one_input_tokens
+pad_samples_to_global_batch_size shuffle_documents exchange_indices_distributed data_cache_generation_only
+"""
+_SILENT = (
+    *("name", "restore_from_path", "exp_manager", "run", "hydra", "s3_checkpointing"),
+    *(f"trainer.{key}" for key in _OF_TRAINER.split()),
+    *(f"model.optim.{key}" for key in _OF_OPTIMIZER.split()),
+    *(f"model.data.{key}" for key in _OF_DATA.split()),
+    *(f"model.tokenizer.{key}" for key in ("model", "delimiter", "sentencepiece_legacy", "use_fast")),
+)
+"""Keys beside those that are read, which change no step."""
 _ADAM = frozenset({"adam", "adamw", "fused_adam", "megatron_fused_adam"})
 _DISTRIBUTED = frozenset({"mcore_distributed_optim", "distributed_fused_adam"})
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
@@ -129,6 +160,7 @@ def nemo_run(tree: Tree, environment: Mapping[str, str], missing: tuple[Unknown,
     model = found(resolved, "model")
     words = (
         *near_names(resolved, _PATHS),
+        *misshapen_settings(resolved, (*_PATHS, *(f"model.{key}" for key in _VALUES))),
         *_model_words(model),
         *_precision(resolved),
         *_optimizer(found(model, "optim")),
@@ -142,7 +174,21 @@ def nemo_run(tree: Tree, environment: Mapping[str, str], missing: tuple[Unknown,
         per_node=per_node.word if per_node else None,
         unknown=missing,
         assumed=tuple(inserted.assumed),
+        left_out=tuple(_unread(resolved)),
     )
+
+
+def _unread(tree: Tree | None) -> Iterator[Word]:
+    """Yield the settings that are not read. Raise UserError for micro-batches that the trainer adds up."""
+    added = setting_at(tree, "trainer.accumulate_grad_batches")
+    if added and added.text != "1":
+        raise UserError(
+            f"{added.word.origin}: NeMo does not start with trainer.accumulate_grad_batches {added.text:.20}"
+        )
+    model = found(tree, "model")
+    closed = [f"model.{key}" for key in (model if isinstance(model, Mapping) else ()) if key not in _SECTIONS_READ]
+    read = (*_READ, *closed, "trainer.accumulate_grad_batches")
+    yield from unread_settings(tree, read, _SILENT)
 
 
 def _model_words(model: Tree | None) -> Iterator[Word]:

@@ -12,6 +12,7 @@ from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, r
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import first_origin, near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, is_null, leaves, setting_at
+from megaloom.planner.runs.settings.unread import misshapen_settings, unread_settings
 from megaloom.planner.runs.words import Unknown, Word
 
 _RENAMED = {
@@ -48,6 +49,17 @@ automodel_kwargs
 """
 _KNOWN = frozenset(_LEFT_OUT.split()) | {path.partition(".")[0] for path in _POLICY}
 """Keys of `policy`. Others may change the model or its arithmetic."""
+_READ_IN_PART = ("distributed_data_parallel_config", "fp8_cfg", "peft")
+_OF_PARTS = (*(f"fp8_cfg.{key}" for key in ("fp8", "fp8_recipe", "fp8_param")),)
+_SILENT = (
+    *("tokenizer", "scheduler", "optimizer", "max_grad_norm", "logprob_batch_size", "generation_batch_size"),
+    *("make_sequence_length_divisible_by", "refit_buffer_size_gb", "offload_optimizer_for_logprob", "dtensor_cfg"),
+    *("logprob_chunk_size", "megatron_cfg.peft"),
+)
+"""Keys of the policy that change no training step with Megatron."""
+_OF_MEGATRON = tuple(
+    f"megatron_cfg.{key}" for key in ("enabled", "activation_checkpointing", "bias_activation_fusion", *_OF_PARTS)
+)
 _OF_OPTIMIZER = frozenset({"bf16", "fp16", "params_dtype"})  # which the policy's precision sets
 _READ_BELOW = frozenset(
     {
@@ -96,7 +108,18 @@ def nemo_rl_run(tree: Tree, path: str, environment: Mapping[str, str], missing: 
         model=model.word if model else None,
         unknown=missing,
         assumed=tuple(inserted.assumed),
+        left_out=tuple(_unread(resolved)),
     )
+
+
+def _unread(tree: Tree | None) -> Iterator[Word]:
+    """Yield the settings that are not read: sections beside the policy, and keys of its own."""
+    megatron = found(tree, "policy.megatron_cfg")
+    keys = [key for key in (megatron if isinstance(megatron, Mapping) else ()) if key not in _READ_IN_PART]
+    of_megatron = [f"megatron_cfg.{key}" for key in (*keys, *_OF_PARTS)]
+    read = [f"policy.{path}" for path in (*_POLICY, *of_megatron) if path != "megatron_cfg"]
+    apart = ("policy.generation.colocated.enabled", "policy.generation.colocated.resources")
+    yield from unread_settings(tree, (*read, *apart, *_CLUSTER[:2]), [f"policy.{key}" for key in _SILENT])
 
 
 def _training_gpus(tree: Tree | None) -> tuple[Word | None, Word | None]:
@@ -127,6 +150,8 @@ def _others(tree: Tree | None) -> Iterator[Word]:
     """Yield as unknown what changes the model or its arithmetic, and a flag for a second model that trains."""
     policy = found(tree, "policy")
     yield from near_names(tree, [f"policy.{path}" for path in _POLICY], _OTHER_KEYS)
+    values = [f"policy.{path}" for path in (*_POLICY, *_OF_MEGATRON) if path != "megatron_cfg"]
+    yield from misshapen_settings(tree, (*values, *_CLUSTER[:2], "policy.generation.colocated.enabled"))
     for key, value in policy.items() if isinstance(policy, Mapping) else ():
         states = [one for _, one in leaves(value) if not is_null(one)]
         switch = setting_at(value, "enabled")

@@ -10,6 +10,7 @@ from pathlib import Path
 from attrs import define, field
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.runs.settings.near_names import first_origin
 from megaloom.planner.runs.settings.tree import Setting, Tree, items_of_list, overlaid, placed
 from megaloom.planner.runs.settings.yaml_tree import yaml_tree
 from megaloom.planner.runs.shell.folders import MOST_BYTES
@@ -25,7 +26,7 @@ class ParentFiles:
     """Reads YAML files with their parents. `missing` gathers the parents that are not there."""
 
     folder: Path  # that of the file that was given
-    overrides: Mapping[str, str] = field(factory=dict)  # group: name, from the command line
+    overrides: dict[str, str] = field(factory=dict)  # group: name, from the command line and the files above
     missing: dict[Unknown, None] = field(factory=dict)
 
     def read(self, path: Path) -> str | None:
@@ -57,15 +58,22 @@ class ParentFiles:
     def _with_defaults(self, own: Tree, parents: Tree, path: str, depth: int) -> Tree | None:
         result: Tree | None = None
         placed_own = False
-        for entry in [parents] if isinstance(parents, Setting) else parents if not isinstance(parents, Mapping) else []:
+        entries = [parents] if isinstance(parents, Setting | Mapping) else parents
+        for entry in entries:
+            for group, names in entry.items() if isinstance(entry, Mapping) else ():
+                if group.startswith("override ") and isinstance(names, Setting):
+                    chosen = group.removeprefix("override ").partition("@")[0].strip("/ ")
+                    self.overrides.setdefault(chosen, names.text)
+        for entry in entries:
             if isinstance(entry, Setting) and entry.text == "_self_":
                 result, placed_own = overlaid(result, own), True
             elif isinstance(entry, Setting):
                 result = overlaid(result, self._file(Path(path).parent / entry.text, entry, "", depth))
-            elif isinstance(entry, Mapping):
-                for group, name in entry.items():
-                    if isinstance(name, Setting):
-                        result = overlaid(result, self._group(group, name, path, depth))
+            elif not isinstance(entry, Mapping):
+                raise UserError(f"{first_origin(entry)}: a list in the list of parents is not read")
+            for group, names in entry.items() if isinstance(entry, Mapping) else ():
+                for name in items_of_list(names):
+                    result = overlaid(result, self._group(group, name, path, depth))
         return result if placed_own else overlaid(result, own)
 
     def _group(self, group: str, name: Setting, path: str, depth: int) -> Tree | None:

@@ -6,15 +6,25 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words
+from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, is_other_spelling
 from megaloom.planner.runs.settings.interpolation import Interpolation
-from megaloom.planner.runs.settings.near_names import near_names
+from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
 from megaloom.planner.runs.settings.parents import ParentFiles, upward
-from megaloom.planner.runs.settings.tree import Setting, Tree, found, overlaid, setting_at
+from megaloom.planner.runs.settings.tree import Setting, Tree, found, is_null, overlaid, setting_at
+from megaloom.planner.runs.settings.unread import misshapen_settings, unread_settings
 from megaloom.planner.runs.words import Unknown, Word
 
 _CONFIGS = "primus/configs"
 _NOT_FLAGS = frozenset({"includes", "trainable", "sink_level", "file_sink_level", "stderr_sink_level", "model_type"})
+_SILENT = ("work_group", "user_name", "exp_name", "workspace")
+_OF_MODULE = ("framework", "config", "model", "overrides")
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("disable_primus_topk_router", "use_deprecated_20241209_moe_layer", "deprecated_use_mcore_models"),
+        *("conv_L_cache", "original_max_position_embeddings", "mamba_expand", "mamba_d_conv"),
+    }
+)
+"""Keys of Primus's models that are no flags of Megatron-LM, and change no model without others that are refused."""
 
 
 def is_primus(tree: Tree | None) -> bool:
@@ -33,15 +43,29 @@ def primus_run(tree: Tree, path: str, environment: Mapping[str, str], is_flag: C
         kind = framework.text if framework else "no framework"
         raise UserError(f"{path} is a Primus file for {kind}, of which only those for megatron are read")
     parents = ParentFiles(Path(path).parent)
-    base: Tree | None = None
-    for folder, key in (("modules", "config"), ("models", "model")):
-        base = overlaid(base, _parent(parents, folder, setting_at(module, key), environment))
+    trainer, model = (
+        _parent(parents, folder, setting_at(module, key), environment)
+        for folder, key in (("modules", "config"), ("models", "model"))
+    )
     own = found(module, "overrides")
-    both = overlaid(base, own)
-    near = near_names(module, ("framework", "config", "model", "overrides"))
-    words = (*near, *_words(both if isinstance(both, Mapping) else {}, own, is_flag))
-    unknown = (*parents.missing,)
-    return SettingsRun(framework=f"Primus ({name})", words=words, unknown=unknown, assumed=tuple(inserted.assumed))
+    both = overlaid({**_mapping(model), **_mapping(trainer)}, own)  # a key of both is the trainer's, and is not joined
+    near = (*near_names(module, _OF_MODULE), *misshapen_settings(module, _OF_MODULE[:3]))
+    words = (*near, *_words(_mapping(both), own, model, is_flag))
+    return SettingsRun(
+        framework=f"Primus ({name})",
+        words=words,
+        unknown=tuple(parents.missing),
+        assumed=tuple(inserted.assumed),
+        left_out=tuple(unread_settings(resolved, [f"modules.{name}.{key}" for key in _OF_MODULE], _SILENT)),
+    )
+
+
+def _is_false(value: Tree) -> bool:
+    return isinstance(value, Setting) and value.kind == "boolean" and not value.is_true
+
+
+def _mapping(tree: Tree | None) -> Mapping[str, Tree]:
+    return tree if isinstance(tree, Mapping) else {}
 
 
 def override_path(tree: Tree | None) -> str:
@@ -68,10 +92,19 @@ def _parent(parents: ParentFiles, folder: str, name: Setting | None, environment
     return Interpolation(tree, environment).resolved(tree)
 
 
-def _words(tree: Mapping[str, Tree], own: Tree | None, is_flag: Callable[[str], bool]) -> Iterator[Word]:
+def _words(
+    tree: Mapping[str, Tree], own: Tree | None, model: Tree | None, is_flag: Callable[[str], bool]
+) -> Iterator[Word]:
+    """Yield the flags of the keys that are some, and as unknown those that the file or its model adds to Primus's own.
+
+    Primus takes names of destinations: a key such as `disable_bias_linear` sets nothing (`argument_builder.py`).
+    """
     for key, value in tree.items():
-        if isinstance(value, Mapping) or key in _NOT_FLAGS:
-            continue
-        words = list(flag_words(key, value))
-        if words and (is_flag(words[0].text) or found(own, key) is not None):
+        added = key in _mapping(own) or (key in _mapping(model) and key not in _WITHOUT_EFFECT)
+        words = [] if key in _NOT_FLAGS else list(flag_words(key, value))
+        if isinstance(value, Mapping) or is_other_spelling(key):
+            switch = value if isinstance(value, Setting) else setting_at(value, "enable")
+            if added and not is_null(value) and not (switch and switch.text.lower() == "false"):
+                yield unknown_setting(f"overrides.{key}", value)
+        elif (words and is_flag(words[0].text)) or (added and (key in _mapping(own) or not _is_false(value))):
             yield from words

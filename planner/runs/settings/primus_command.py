@@ -8,6 +8,8 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.quoting import shortened
 from megaloom.planner.runs.words import Command, Word
 
 FROM_ENVIRONMENT = "EXP"
@@ -48,12 +50,20 @@ def _is_file(word: Word) -> bool:
 
 
 def _overrides(words: Sequence[Word]) -> Iterator[Word]:
-    """Yield `--key value` and `--key=value` as KEY=VALUE; an option without a value is one that is set."""
+    """Yield `--key value` and `--key=value` as KEY=VALUE; an option without a value is one that is set.
+
+    Raise UserError for another word, which Primus takes for none of its settings.
+    """
+    is_value = False
     for position, word in enumerate(words):
         name, equals, value = word.text.partition("=")
-        if not name.startswith("--") or not name[2:].replace("_", "").isalnum():
+        if is_value or not word.text:
+            is_value = False
             continue
+        if not name.startswith("--") or not name[2:].replace("_", "").replace(".", "").isalnum():
+            raise UserError(f"{word.origin}: {shortened(word.text, 40)} is no option of Primus with its value")
         after = words[position + 1] if position + 1 < len(words) else None
+        is_value = not equals and after is not None and not after.text.startswith("--")
         if equals:
             yield evolve(word, text=f"{name[2:]}={value}")
         elif after is None or after.text.startswith("--"):

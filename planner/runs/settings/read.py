@@ -15,13 +15,20 @@ from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.flagscale import flagscale_run, is_flagscale
 from megaloom.planner.runs.settings.nemo import is_nemo, nemo_run
 from megaloom.planner.runs.settings.nemo_rl import is_nemo_rl, nemo_rl_run
-from megaloom.planner.runs.settings.overrides import override_tree, repeated_overrides
+from megaloom.planner.runs.settings.overrides import (
+    check_overrides,
+    is_override,
+    override_tree,
+    repeated_overrides,
+    unread_overrides,
+)
 from megaloom.planner.runs.settings.parents import ParentFiles, chosen_groups
 from megaloom.planner.runs.settings.primus import is_primus, override_path, primus_run
 from megaloom.planner.runs.settings.primus_command import PrimusCommand, near_file, primus_command
 from megaloom.planner.runs.settings.swift import is_swift, swift_run
 from megaloom.planner.runs.settings.toml_tree import toml_tree
 from megaloom.planner.runs.settings.torchtitan import is_torchtitan, torchtitan_run
+from megaloom.planner.runs.settings.torchtitan_cli import option_tree
 from megaloom.planner.runs.settings.tree import Tree, found, overlaid, placed
 from megaloom.planner.runs.settings.verl import is_verl, verl_run
 from megaloom.planner.runs.words import Command, Word
@@ -39,6 +46,9 @@ _OTHERS = {
     "language_model": "a file for `--yaml-cfg` of Megatron-LM",
 }
 """Formats that are not read, by a key that they have."""
+_PROGRAMS = (".py", "main_ppo")
+_BASE = "ppo_megatron_trainer"
+"""verl's own settings for Megatron, of which the defaults are taken."""
 
 
 def settings_text(
@@ -56,7 +66,7 @@ def settings_text(
     the user's, for a file that has the layout only.
     """
     if Path(path).suffix == ".toml":
-        tree: Tree | None = overlaid(toml_tree(text, path), override_tree(overrides))
+        tree: Tree | None = overlaid(toml_tree(text, path), option_tree(overrides))
         if not is_torchtitan(tree) or tree is None:
             raise UserError(f"{path} is TOML, but not of torchtitan\nread are {_READ}")
         return torchtitan_run(tree)
@@ -64,6 +74,7 @@ def settings_text(
     parents = ParentFiles(Path(path).parent, {key.partition("@")[0].strip("/+"): name for key, name in chosen.items()})
     tree = parents.composed(text, path)
     overrides = [word for word in overrides if word.text.partition("=")[0] not in chosen]
+    check_overrides(overrides, tree)
     if overrides:
         inside = override_path(tree) if is_primus(tree) else ""
         tree = overlaid(tree, placed(inside, override_tree(overrides)))
@@ -102,7 +113,12 @@ def settings_command(
     tree = override_tree(command.words)
     if not is_verl(tree):
         return None
-    return evolve(verl_run(tree, environment), repeated=repeated_overrides(command.words))
+    program = [position + 1 for position, word in enumerate(command.words) if word.text.endswith(_PROGRAMS)]
+    first = program[0] if program else next(n for n, word in enumerate(command.words) if is_override(word))
+    run = verl_run(tree, environment)
+    unread = [word for word in unread_overrides(command.words[first:]) if _BASE not in word.text]
+    left_out = (*run.left_out, *unread)
+    return evolve(run, repeated=repeated_overrides(command.words), left_out=left_out)
 
 
 def _of_primus(

@@ -57,6 +57,13 @@ mtp_decoder_input_detach linear_decoupled_in_proj group_by_length tuner_type tra
 attn_impl new_special_tokens remove_unused_columns ignore_args_error use_chat_template
 """
 _HARMLESS = frozenset(_IGNORED.split())
+_LISTS = frozenset(
+    {
+        *("dataset", "val_dataset", "cached_dataset", "cached_val_dataset", "model_name", "model_author", "report_to"),
+        *("external_plugins", "custom_register_path", "callbacks", "new_special_tokens", "system", "columns"),
+    }
+)
+"""Options that take several values."""
 """Options of ms-swift that change neither the layout nor the arithmetic of a training step."""
 
 
@@ -75,7 +82,9 @@ def swift_run(command: Command) -> SettingsRun:
     name, options = command.words[at], _options(command.words[at + 1 :])
     if name.text in OTHER_SUBCOMMANDS:
         raise UserError(f"{name.origin}: megatron {name.text} {OTHER_SUBCOMMANDS[name.text]}, which is not read")
-    for key in ("model", *_USUAL):
+    if command.words[at + 1 :] and not (first := command.words[at + 1]).text.startswith("--"):
+        raise UserError(f"{first.origin}: a word before the options of ms-swift, at which it stops")
+    for key in ("model", *_USUAL, *(_HARMLESS - _LISTS)):
         if len(several := options.get(key, ())) > 1:
             raise UserError(f"{several[1].origin}: --{key} has one value, got {len(several)}")
     for key, usual in _USUAL.items():

@@ -6,8 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from attrs import evolve
 
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.quoting import shortened
 from megaloom.planner.runs.settings.flag_words import SettingsRun
+from megaloom.planner.runs.settings.near_names import first_origin
+from megaloom.planner.runs.settings.torchtitan_judged import READ_OPTIONS, SILENT_OPTIONS
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, items_of_list, leaves
+from megaloom.planner.runs.settings.unread import unread_settings
 from megaloom.planner.runs.words import Word
 
 NULL_MATTERS = frozenset({"parallelism.context_parallel_load_balancer", "activation_checkpoint.mode"})
@@ -20,8 +25,16 @@ def is_torchtitan(tree: Tree | None) -> bool:
 
 
 def torchtitan_run(tree: Tree) -> SettingsRun:
-    """Return the run of a torchtitan file."""
-    return SettingsRun(framework="torchtitan", words=tuple(_words(tree)), program="torchtitan.train")
+    """Return the run of a torchtitan file. Raise UserError for lists of mappings, which no option is."""
+    for path in READ_OPTIONS:
+        if isinstance(value := found(tree, path), Mapping) and path != "quantize.linear.float8":
+            raise UserError(f"{first_origin(value)}: {path} of torchtitan is a value, got a mapping")
+    return SettingsRun(
+        framework="torchtitan",
+        words=tuple(_words(tree)),
+        program="torchtitan.train",
+        left_out=tuple(unread_settings(tree, READ_OPTIONS, SILENT_OPTIONS)),
+    )
 
 
 def _words(tree: Tree) -> Iterator[Word]:
@@ -30,6 +43,8 @@ def _words(tree: Tree) -> Iterator[Word]:
             if value.kind != "null" or path in NULL_MATTERS:
                 yield Word(f"--{path}", value.word.origin)
                 yield value.word
+        elif any(isinstance(item, Mapping) for item in (value, *value)):
+            raise UserError(f"{first_origin(value)}: {shortened(path, 60)} is a list of mappings, which is not read")
         elif joined := _joined(value):
             yield Word(f"--{path}", joined.origin)
             yield joined

@@ -9,6 +9,7 @@ from attrs import frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.runs.settings.near_names import nearly_spelled
+from megaloom.planner.runs.settings.torchtitan_older import RENAMED_OPTIONS
 from megaloom.planner.runs.words import Origin, Word
 
 _READ = frozenset(
@@ -86,6 +87,8 @@ _REFUSED = (
     _Judged("training.enable_cpu_offload", "weights and optimizer states in host memory are not modelled"),
     _Judged("parallelism.pipeline_parallel_schedule_csv", "a schedule from a file is not modelled"),
     _Judged("parallelism.context_parallel_load_balancer", "only head-tail balance is modelled", ("headtail", "true")),
+    _Judged("optimizer.name", "only Adam is modelled", ("Adam", "AdamW", "adam", "adamw")),
+    _Judged("optimizer.early_step_in_backward", "an optimizer that steps in the backward pass is not modelled"),
     _Judged("model.num_mtp_layers", "multi-token prediction of torchtitan is not modelled"),
 )
 _LEFT_OUT = (
@@ -101,6 +104,33 @@ _LEFT_OUT = (
     _Judged("parallelism.prefetch_distance", "gathers of weights that start several layers earlier", (*_OFF, "1")),
     _Judged("parallelism.disable_loss_parallel", "a loss over the whole vocabulary on each rank"),
 )
+
+
+READ_OPTIONS = frozenset(
+    {
+        *(f"parallelism.{key}" for key in _READ),
+        *_LEAST,
+        *_VALUES,
+        *_NAMES,
+        *(one.option for one in (*_REFUSED, *_LEFT_OUT)),
+        *RENAMED_OPTIONS,
+        *("training.enable_loss_parallel", "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"),
+        *("quantize.linear.float8.enable_fsdp_float8_all_gather",),
+    }
+)
+"""Options that are read, or judged."""
+_OF_TRAINING = "dataset dataset_path steps max_norm warmup_steps gc_freq gc_debug seed deterministic data_parallel_type"
+_OF_TOKENS = "num_tokens_per_microbatch_per_dp_rank max_context_length num_tokens_per_train_step"
+SILENT_OPTIONS = frozenset(
+    {
+        *(f"parallelism.{key}" for key in _SILENT),
+        *(f"training.{key}" for key in f"{_OF_TRAINING} {_OF_TOKENS}".split()),
+        *(f"optimizer.{key}" for key in ("lr", "eps", "beta1", "beta2", "weight_decay", "implementation", "fused")),
+        *(f"model.{key}" for key in ("tokenizer_path", "hf_assets_path", "norm_type", "print_after_conversion")),
+        *("activation_checkpoint.selective_ac_option", "activation_checkpoint.early_stop", "compile.components"),
+    }
+)
+"""Options that change no step of what is read."""
 
 
 def check_torchtitan_options(options: Mapping[str, Word]) -> None:

@@ -10,7 +10,8 @@ from megaloom.planner.runs.settings.flag_words import SettingsRun, flag_words, r
 from megaloom.planner.runs.settings.interpolation import Interpolation
 from megaloom.planner.runs.settings.near_names import near_names, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, leaves, setting_at
-from megaloom.planner.runs.settings.verl_closed import ACTOR, verl_words
+from megaloom.planner.runs.settings.unread import misshapen_settings, unread_settings
+from megaloom.planner.runs.settings.verl_closed import ACTOR, CLOSED, verl_words
 from megaloom.planner.runs.words import Unknown, Word
 
 _RENAMED = {
@@ -73,12 +74,14 @@ def verl_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
         nodes=nodes.word if nodes else None,
         per_node=per_node.word if per_node else None,
         model=model.word if model else None,
+        left_out=tuple(unread_settings(resolved, CLOSED)),
     )
 
 
 def _words(tree: Tree | None) -> Iterator[Word]:
     megatron = found(tree, f"{ACTOR}.megatron")
     yield from near_names(tree, _READ, _OTHER_KEYS)
+    yield from misshapen_settings(tree, [path for path in _READ if path != f"{ACTOR}.megatron"])
     yield from verl_words(tree)
     yield from _switched_on(megatron)
     for path, value in leaves(megatron):

@@ -35,6 +35,8 @@ muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_fp32_matmul_prec muon_
 muon_scalar_optimizer muon_match_adamw_update_rms override_optimizer_config warmup_style num_cycles
 """
 _KNOWN = {ACTOR: _OF_ACTOR.split(), MODEL: _OF_MODEL.split(), f"{ACTOR}.optim": _OF_OPTIMIZER.split()}
+CLOSED = (ACTOR, MODEL)
+"""Sections of which every key is known."""
 _READ_OF_OPTIMIZER = (
     *("optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
     *("use_precision_aware_optimizer", "use_layer_wise_distributed_optimizer"),
@@ -77,6 +79,6 @@ def verl_words(tree: Tree | None) -> Iterator[Word]:
 def _optimizer(optim: Tree | None) -> Iterator[Word]:
     """Yield the optimizer's flags, with what overrides Megatron-core's own settings."""
     for key in _READ_OF_OPTIMIZER:
-        yield from flag_words(key, found(optim, key) or [])
+        yield from flag_words(key, found(optim, key))
     for path, value in leaves(found(optim, "override_optimizer_config")):
         yield from flag_words(path, value)

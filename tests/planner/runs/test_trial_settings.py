@@ -264,8 +264,38 @@ train:
   data: {tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 1000}}
 """
     assert read(text, "run.yaml").devices.count == 4
-    with pytest.raises(UserError, match="the number of GPUs is not stated"):
+    with pytest.raises(UserError, match=r"depends on file experiment\.runner\.hostfile"):
         read(text.replace("hostfile: null", "hostfile: hosts.txt"), "run.yaml")
+    assert read(text.replace("hostfile: null", "nproc_per_node: 2"), "run.yaml").devices.count == 2
+    with pytest.raises(UserError, match=r"depends on file experiment\.runner\.hostfile"):  # it starts one machine
+        read(text.replace("hostfile: null", "nnodes: 4"), "run.yaml")
+
+
+def test_flagscale_passes_names_of_flags_and_primus_destinations() -> None:
+    """FlagScale makes a flag of each key, the groups one over another; Primus sets destinations alone."""
+    flagscale = """
+train:
+  system: {tensor_model_parallel_size: 2, micro_batch_size: 4, batch: {global_batch_size: 16}}
+  model: {num_layers: 2, hidden_size: 256, num_attention_heads: 4, seq_length: 128, max_position_embeddings: 128,
+    add_bias_linear: false, micro_batch_size: 1, batch: {vocab_size: 1000}, swiglu: false}
+  data: {tokenizer_type: NullTokenizer}
+"""
+    run = read(flagscale, "run.yaml", devices=8)
+    assert (run.layout.micro_batch, run.workload.batch) == (1, 4)
+    assert next(fact.value for fact in run.stated if fact.name == "biases") == "yes"
+    with pytest.raises(UserError, match=r"run\.yaml:5: --settings\.swiglu is not a known flag"):
+        read(flagscale.replace("swiglu: false", "swiglu: [[1]]"), "run.yaml", devices=8)
+    primus = """
+modules:
+  pre_trainer:
+    framework: megatron
+    overrides: {num_layers: 2, hidden_size: 256, num_attention_heads: 4, seq_length: 128, max_position_embeddings: 128,
+      vocab_size: 1000, tokenizer_type: NullTokenizer, micro_batch_size: 1, disable_bias_linear: false}
+"""
+    assert read(primus, "run.yaml", devices=8).layout.dp == 8
+    for strange in ("disable_bias_linear: true", "lora: {rank: 8}", "fp8_format: hybrid"):
+        with pytest.raises(UserError, match=rf"--overrides\.{strange.partition(':')[0]} is not a known flag"):
+            read(primus.replace("disable_bias_linear: false", strange), "run.yaml", devices=8)
 
 
 def test_names_of_torchtitan_before_2025() -> None:

@@ -90,7 +90,8 @@ def test_flagscale_with_its_group(tmp_path: Path) -> None:
         "model:\n  num_layers: 32\n  disable_bias_linear: true\n  optimizer: {lr_scheduler: {lr: 1e-5}}\n"
         "data: {data_path: '${data_path:??}'}\n"
     )
-    text = "defaults:\n  - train: 8b\n  - _self_\nexperiment:\n  seed: 3\n  runner: {nnodes: 2, nproc_per_node: 8}\n"
+    text = "defaults:\n  - train: 8b\n  - _self_\nexperiment:\n  seed: 3\n"
+    text += "  runner: {nnodes: 2, nproc_per_node: 8, hostfile: hosts}\n"
     text += "train: {model: {num_layers: 16}}\n"
     run = settings_text(text, str(tmp_path / "train.yaml"), {})
     assert flags(run) == {
@@ -110,7 +111,7 @@ def test_primus_with_its_parents(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     (models / "base.yaml").write_text("add_bias_linear: false\nnum_layers: 24\nhidden_size: 1024\nturbo_width: 3\n")
     (models / "small.yaml").write_text("extends:\n  - base.yaml\nnum_layers: 80\n")
-    (modules / "pre.yaml").write_text("bf16: true\nmasked_softmax_fusion: true\n")
+    (modules / "pre.yaml").write_text("bf16: true\nmasked_softmax_fusion: true\nhidden_size: 2048\nown_trace: 3\n")
     text = """
 modules:
   pre_trainer:
@@ -126,9 +127,12 @@ modules:
       own_kernel: fast
 """
     path = str(tmp_path / "examples.yaml")
-    run = settings_text(text, path, {"PRIMUS_TP": "8"}, is_flag=lambda flag: flag != "--turbo-width")
+    run = settings_text(
+        text, path, {"PRIMUS_TP": "8"}, is_flag=lambda flag: flag not in ("--turbo-width", "--own-trace")
+    )
     assert flags(run) == {
-        "bf16": "", "disable-bias-linear": "", "num-layers": "80", "hidden-size": "1024", "micro-batch-size": "3",
+        "bf16": "", "disable-bias-linear": "", "num-layers": "80", "hidden-size": "2048", "micro-batch-size": "3",
+        "turbo-width": "3",
         "tensor-model-parallel-size": "8", "sequence-parallel": "", "fp8-format": "hybrid", "own-kernel": "fast",
     }  # fmt: skip
     assert [u.name for u in run.assumed] == ["PRIMUS_MODEL"] and not run.unknown
