@@ -2,7 +2,8 @@
 
 The cases are those of `gpu_runs`. Each is trained for a few steps, and torch's profiler records one more. The table has
 milliseconds of the step on the first GPU: kernels of each class, and the time in which no kernel ran. Communication
-beside other kernels counts only where nothing else ran. `--host` adds the functions and operators that took most time
+beside other kernels counts only where nothing else ran. A second table has what the plan takes for the work of each
+kind (`--planned` prints it alone, without a GPU). `--host` adds the functions and operators that took most time
 of the host, for models whose kernels end before the host can launch the next ones; and where the GPU was idle longest,
 and the lines at which the host waited for it.
 """
@@ -19,14 +20,22 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_cases import CASES, planned
+from benchmarks.gpu_cases import CASES, Case, planned
+from benchmarks.gpu_models import reference
 from benchmarks.timed_steps import stepper
+from megaloom.dsl.catalog import find
+from megaloom.dsl.facts.costs import costs
+from megaloom.dsl.graph import graph
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.cost.columns import CostColumn
+from megaloom.planner.cost.cost_table import kernels_of
+from megaloom.planner.search.pricing import Pricer
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.training.chosen_backend import with_backend
@@ -176,21 +185,51 @@ def _functions(step: Callable[[], object]) -> str:
     return text.getvalue()
 
 
+def planned_milliseconds(case: Case, plan: Plan) -> dict[str, float]:
+    """Return the milliseconds that a plan takes for each kind of work in all micro-batches of a step.
+
+    They are those of a device with all stages. Waits and weight gradients that kernels of their own add are "other".
+    """
+    pricer = Pricer(graph(find(reference(case.model))[0]), plan.cluster, plan.workload)
+    job, x, found = pricer.cost_cache.job, case.layout, defaultdict[str, float](float)
+    rows = pricer.cost_table(x).rows
+    for kind, row, count in zip(job.structure.kinds, rows, np.bincount(job.structure.kind_of_node), strict=True):
+        execution, load = (
+            job.execution(kind.node, x.split),
+            {"batch": x.micro_batch, "seq": case.seq, "source": case.seq},
+        )
+        facts = costs(kind.node, **load, split=x.split, losses=False, separate=not execution.module)
+        times, left = 1e3 * int(count) * case.microbatches, row[CostColumn.FORWARD] + row[CostColumn.BACKWARD]
+        for work, _, _, took in kernels_of(job, kind, facts, execution, x):
+            found[f"{work.kind} of experts" if work.experts else str(work.kind)] += times * (
+                took.forward + took.backward
+            )
+            left -= took.forward + took.backward
+        found["loss" if kind.has_loss else "other"] += times * left
+    found["optimizer"] = 1e3 * plan.predicted.breakdown["optimizer"]
+    return dict(found)
+
+
 def _options() -> Namespace:
     parser = ArgumentParser("benchmarks.gpu_profile", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, help="profile cases of this many GPUs")
     parser.add_argument("--cases", nargs="+", required=True, metavar="WORD", help="those whose name has one of these")
     parser.add_argument("--host", action="store_true", help="print what took most time of the host, too")
+    parser.add_argument("--planned", metavar="DEVICE", help="print what plans for such GPUs take, and run nothing")
     return parser.parse_args()
 
 
 def main() -> None:
     asked = _options()
     cases = [c for c in CASES if c.gpus == asked.gpus and any(word in c.name for word in asked.cases)]
-    name = device.local_cluster().partition("x")[2]
+    name = asked.planned or device.local_cluster().partition("x")[2]
     for case in cases:
-        plan = with_backend(planned(case, name), case.backend)
-        launcher.run(_show, (case.name, plan, asked.host), plan.layout)
+        plan = planned(case, name)
+        if not asked.planned:
+            launcher.run(_show, (case.name, with_backend(plan, case.backend), asked.host), plan.layout)
+        print(f"{case.name}: planned {1e3 * plan.predicted.step_seconds:.1f} ms")
+        for title, ms in sorted(planned_milliseconds(case, plan).items(), key=lambda pair: -pair[1]):
+            print(f"    {title:<34} {ms:8.1f} ms")
 
 
 if __name__ == "__main__":

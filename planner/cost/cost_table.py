@@ -21,7 +21,7 @@ from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.work import Work
 from megaloom.dsl.ops.routing import Gate, Route
 from megaloom.dsl.work_kinds import WorkKind
-from megaloom.planner.contract.capability import Execution
+from megaloom.planner.contract.capability import Core, Execution
 from megaloom.planner.contract.choices import Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
@@ -263,20 +263,14 @@ def cross_entropy_costs(job: Job, kind: NodeKind, layout: Layout, seq: int) -> R
 Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of which recompute it, amount
 
 
-def _add_kernels(
-    row: Rows, job: Job, kind: NodeKind, facts: Costs, execution: Execution, layout: Layout
-) -> Iterator[Repeated]:
-    """Add the seconds of a node's kernels to its row; yield the seconds that recompute repeats.
+PricedWork = tuple[Work, Core | None, kernels.AddedGradients | None, kernels.KernelSeconds]
 
-    Seconds of the host are those of its launches; a CUDA graph needs none. Adding weight gradients to the main
-    gradients reads and writes the latter, and reads the former where no product adds them. Of several experts' products
-    it is a part of the kernels' seconds.
-    """
+
+def kernels_of(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layout: Layout) -> Iterator[PricedWork]:
+    """Yield each piece of work of a node: its core, if a body computes it, the gradients it adds, and its seconds."""
     device, precision, profile = job.cluster.slowest, job.workload.precision, job.profile
     width = profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
     by_products = kernels.AddedGradients(width, execution.concurrent_experts)
-    one = profile.host.launches * device.launch_seconds
-    apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
     stored, cores, cp = execution.stores_scores, execution.body_cores(facts), layout.cp
     for work in facts.work:
         added = by_products if execution.product_adds(work) else None
@@ -293,7 +287,23 @@ def _add_kernels(
             priced=priced,
             added=added,
         )
-        took = took if beside is None or work.whole else took.plus(beside)
+        yield work, core, added, took if beside is None or work.whole else took.plus(beside)
+
+
+def _add_kernels(
+    row: Rows, job: Job, kind: NodeKind, facts: Costs, execution: Execution, layout: Layout
+) -> Iterator[Repeated]:
+    """Add the seconds of a node's kernels to its row; yield the seconds that recompute repeats.
+
+    Seconds of the host are those of its launches; a CUDA graph needs none. Adding weight gradients to the main
+    gradients reads and writes the latter, and reads the former where no product adds them. Of several experts' products
+    it is a part of the kernels' seconds.
+    """
+    device, precision, profile = job.cluster.slowest, job.workload.precision, job.profile
+    width = profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
+    one = profile.host.launches * device.launch_seconds
+    apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
+    for work, core, added, took in kernels_of(job, kind, facts, execution, layout):
         row[CostColumn.HOST] += (took.forward_kernels + took.backward_kernels) * one
         apart -= took.fused_gradients
         alone += took.fused_gradients * (added is not None and not added.beside_others(work))
