@@ -135,6 +135,8 @@ CASES = (
     *_each("Llama 70B", "llama_70b", (4096, 4), (4,), **NARROW),
     *_each("GPT-3", "gpt3-1-3b", (2048, 16), (2, 8), **NARROW),
     *_each("Llama 1B", "llama_1b3", (2048, 16), (4,), **NARROW),
+    *_each("Llama 1B", "llama3-1b", (2048, 8), (1, 4, 8), **NARROW),
+    *_each("GPT-2", "gpt2", (1024, 8), (1, 8), **NARROW),
     # Two GPUs: copies, sharded weights, tensor, pipeline, context and expert parallelism.
     *_each("Llama 1B", "llama3-1b", (4096, 16), (2,), **COPIES),
     *_each("Llama 1B", "llama3-1b", (4096, 16), (4,), pp=2, vpp=2),
