@@ -77,6 +77,8 @@ def group_nodes(size: int, stride: int, per_node: int, count: int) -> tuple[int,
 
     First the largest number of nodes that one group touches, then the smallest number of its members on such a node.
     """
+    if per_node % (size * stride) == 0:  # each group lies within a node
+        return 1, size
     most, fewest = 1, size
     last = min(stride, count - (size - 1) * stride) - 1  # the last group of a block, which ends before `count`
     for start in {block * size * stride % per_node for block in range(max(1, count // (size * stride)))}:

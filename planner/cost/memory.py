@@ -126,8 +126,8 @@ class Peak:
 class RankPeaks:
     """Moments at which the ranks hold most, and their bytes then by holder."""
 
-    moments: NDArray[np.intp]  # [ranks] numbers
-    names: tuple[str, ...]  # of the moments
+    numbers: NDArray[np.intp]  # [ranks] numbers of these moments; -1 is the optimizer's step
+    moments: Moments
     holders: tuple[str, ...]
     held: Column  # [holders, ranks] bytes
 
@@ -139,9 +139,10 @@ class RankPeaks:
     @property
     def each(self) -> tuple[Peak, ...]:
         """Return the peak of each rank."""
+        names = (*self.moments.names, "optimizer step")
         return tuple(
-            Peak(self.names[moment], dict(zip(self.holders, nbytes, strict=True)))
-            for moment, nbytes in zip(self.moments.tolist(), self.held.T.tolist(), strict=True)
+            Peak(names[number], dict(zip(self.holders, nbytes, strict=True)))
+            for number, nbytes in zip(self.numbers.tolist(), self.held.T.tolist(), strict=True)
         )
 
 
@@ -177,9 +178,9 @@ def rank_peaks(
     share = job.profile.buffers.graph_pool_share  # CUDA graphs have memory of their own
     if share:
         total += np.trunc(share * activations)
-    order = np.full((ranks, count + 1), -1)  # the name of the optimizer's step has number -1
+    order = np.full((ranks, count + 1), -1)
     order[:, :-1] = moments.order
-    fullest = np.where(total == total.max(axis=1, keepdims=True), order, len(moments.names)).argmin(axis=1)
+    fullest = np.where(total == total.max(axis=1, keepdims=True), order, order.max() + 1).argmin(axis=1)
     at = (np.arange(ranks), fullest)
     held = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer}
     held |= {"activations": activations[at], "workspace": passing[at], "logits": logits[at]}
@@ -187,8 +188,7 @@ def rank_peaks(
     held["runtime"] = reserved
     if share:
         held["graphs"] = np.trunc(share * held["activations"])
-    names = (*moments.names, "optimizer step")
-    return RankPeaks(order[at], names, tuple(held), np.array([*held.values()]).astype(np.int64))
+    return RankPeaks(order[at], moments, tuple(held), np.array([*held.values()]).astype(np.int64))
 
 
 @frozen

@@ -8,14 +8,14 @@ backward pass, `memory_moments` the micro-batches in flight. Times are seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.layouts import Column, Rows
+from megaloom.planner.contract.layouts import Column, Rows, alike
 
 PERIODS = 4  # microbatch groups after which a schedule repeats its sets of micro-batches in flight
 EXACT = 1e-13  # relative tolerance for sums of the same seconds in another order
@@ -24,7 +24,7 @@ SETTLED = 2  # windows that are simulated before the first comparison
 WORTH = 0.7  # share of the micro-batches beyond which simulating all of them is faster
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class Moments:
     """Moments of a step at which the memory of a rank may be largest, of all ranks."""
 
@@ -32,7 +32,20 @@ class Moments:
     backward: NDArray[np.bool_]  # [moments] True at starts of backward passes, which come first; then come losses
     loss: NDArray[np.bool_]  # [ranks, moments] True at the losses of a rank
     order: NDArray[np.intp]  # [ranks, moments] number of each moment: backward passes in their order, then losses
-    names: tuple[str, ...]  # by number of the moment
+    chunks: Column  # [forward passes] chunk of each forward pass of a rank
+    numbers: Column  # [forward passes] its micro-batch
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the moments, by their number."""
+        vpp, labels = self.in_flight.shape[2], [f"micro-batch {i}" for i in self.numbers]
+        if vpp > 1:  # backward passes take the chunks in reverse
+            labels = [
+                f"{label}, model chunk {vpp - 1 - chunk}" for label, chunk in zip(labels, self.chunks, strict=True)
+            ]
+        backward = [f"start of the backward pass of {label}" for label in labels[1:]]
+        losses = [f"loss of micro-batch {i}" for i in self.numbers[self.chunks == vpp - 1]]
+        return f"start of the first backward pass ({labels[0]})", *backward, *losses
 
 
 def warmup(rank: Any, pp: int, vpp: int, microbatches: Any, group: Any = 0) -> Any:
@@ -60,20 +73,31 @@ def first_in_flight(pp: int, vpp: int, microbatches: Column, group: Column) -> C
     return first
 
 
-@lru_cache(maxsize=256)
-def visit_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[tuple[int, int]]:
-    """Return the (visit, micro-batch) of each pass of `rank`: warm-up, steady 1F1B phase, cool-down.
+def pass_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[int]:
+    """Return the passes of a rank in its order: warm-up, steady 1F1B phase, cool-down.
 
-    Passes of one direction go group by group, in each chunk by chunk. Source: megatron-core 0.16.1, schedules.py:798.
+    A pass is a number, visit * microbatches + micro-batch.
     """
-    size = group or pp
-    groups = [range(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
-    rows = [(chunk, i) for group_ in groups for chunk in range(vpp) for i in group_]
-    forward = [(chunk * pp + rank, i) for chunk, i in rows]
-    backward = [((vpp + chunk + 1) * pp - 1 - rank, i) for chunk, i in rows]
-    first = warmup(rank, pp, vpp, microbatches, group)
-    steady = [visit for pair in zip(forward[first:], backward, strict=False) for visit in pair]
-    return forward[:first] + steady + backward[len(forward) - first :]
+    m, first = microbatches, int(warmup(rank, pp, vpp, microbatches, group))
+    forward = _forward_passes(pp, vpp, m, group) + rank * m
+    backward = forward + ((vpp + 1) * pp - 1 - 2 * rank) * m
+    order = np.empty(2 * len(forward), dtype=np.int64)
+    last = len(order) - first
+    order[:first], order[first:last:2] = forward[:first], forward[first:]
+    order[first + 1 : last : 2], order[last:] = backward[: len(forward) - first], backward[len(forward) - first :]
+    passes: list[int] = order.tolist()
+    return passes
+
+
+@lru_cache(maxsize=16)
+def _forward_passes(pp: int, vpp: int, microbatches: int, group: int) -> Column:
+    """Return the forward passes of rank 0 in their order: group by group, in each chunk by chunk.
+
+    Source: megatron-core 0.16.1, schedules.py:798.
+    """
+    size, chunks = group or pp, microbatches * pp * np.arange(vpp)[:, None]
+    groups = [np.arange(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
+    return np.concatenate([(chunks + each).ravel() for each in groups])
 
 
 @lru_cache(maxsize=1024)
@@ -87,33 +111,30 @@ def memory_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> Mome
     """
     size = (group or pp) if vpp > 1 else pp
     few = min(microbatches, PERIODS * size + microbatches % size)
-    groups = [range(first, min(first + size, few)) for first in range(0, few, size)]
-    # Chunk and micro-batch of the forward passes, in order; backward passes take the chunks in reverse.
-    chunks, numbers = np.array([(chunk, i) for each in groups for chunk in range(vpp) for i in each]).T
+    chunks, numbers = np.divmod(_forward_passes(1, vpp, few, size), few)
     numbers[numbers >= few - few % size] += microbatches - few  # the last group is that of all micro-batches
-    begun = np.concatenate([np.zeros((1, vpp)), np.cumsum(np.eye(vpp)[chunks], axis=0)])  # before each forward pass
-    ended, count = begun[:, ::-1], len(chunks)  # ended: before each backward pass
-    first = [int(warmup(rank, pp, vpp, few, size)) for rank in range(pp)]
-    pairs = [begun[n + 1 :] - ended[: count - n] if n < count else begun[-1:] for n in first]
-    sets = [np.unique(each, axis=0, return_index=True) for each in pairs]
+    begun = np.zeros((len(chunks) + 1, vpp), dtype=np.int64)  # before each forward pass
+    np.cumsum(chunks[:, None] == np.arange(vpp), axis=0, out=begun[1:])
+    ended, count = begun[:, ::-1], len(chunks)  # ended: before each backward pass; they take the chunks in reverse
+    first = warmup(np.arange(pp), pp, vpp, few, size)
+    # Backward passes right after a forward pass, those of one rank after those of the other.
+    counts = np.maximum(count - first, 1)
+    rank = np.repeat(np.arange(pp), counts)
+    passes = np.arange(len(rank)) - (np.cumsum(counts) - counts)[rank]
+    before = begun[np.minimum(first[rank] + passes + 1, count)] - ended[passes]
+    distinct = alike(rank, *before.T)[0]
+    own = np.bincount(rank[distinct])[:, None]  # distinct sets of each rank
+    backwards, nth = int(own.max()), np.arange(own.max())
+    each = distinct[np.cumsum(own)[:, None] - own + np.where(nth < own, nth, 0)]
     losses = np.flatnonzero(chunks == vpp - 1)
     at_loss = begun[losses + 1] - ended[np.maximum(0, losses - first[-1])]
-    distinct = np.sort(np.unique(at_loss, axis=0, return_index=True)[1])
-    backwards = max(len(passes) for _, passes in sets)
-    in_flight = np.zeros((pp, backwards + len(distinct), vpp))
+    of_loss = np.sort(alike(*at_loss.T)[0])
+    in_flight = np.zeros((pp, backwards + len(of_loss), vpp))
     order = np.zeros(in_flight.shape[:2], dtype=np.intp)
-    for rank, (each, passes) in enumerate(sets):
-        in_flight[rank, :backwards], order[rank, :backwards] = each[0], passes[0]
-        in_flight[rank, : len(each)], order[rank, : len(each)] = each, passes
-    in_flight[-1, backwards:], order[:, backwards:] = at_loss[distinct], count + distinct
+    in_flight[:, :backwards], order[:, :backwards] = before[each], passes[each]
+    in_flight[-1, backwards:], order[:, backwards:] = at_loss[of_loss], count + of_loss
     backward = np.arange(in_flight.shape[1]) < backwards
-    labels = [f"micro-batch {i}" for i in numbers]
-    if vpp > 1:
-        labels = [f"{label}, model chunk {vpp - 1 - chunk}" for label, chunk in zip(labels, chunks, strict=True)]
-    names = [f"start of the first backward pass ({labels[0]})"]
-    names += [f"start of the backward pass of {label}" for label in labels[1:]]
-    names += [f"loss of micro-batch {i}" for i in numbers[losses]]
-    return Moments(in_flight, backward, ~backward & (np.arange(pp) == pp - 1)[:, None], order, tuple(names))
+    return Moments(in_flight, backward, ~backward & (np.arange(pp) == pp - 1)[:, None], order, chunks, numbers)
 
 
 def finish_times(
@@ -163,37 +184,33 @@ def start_times(
     stages s and s + 1, either way. With one chunk a rank, a rank sends before it goes on (megatron-core's blocking
     exchange); with several, it sends while it computes (`overlap_p2p_comm`, the only correct setting there).
     """
-    stages = len(forward)
-    vpp = stages // pp
-    seconds = (*forward, *reversed(backward))
-    sends = (*transfer[: stages - 1], 0.0, *reversed(transfer[: stages - 1]), 0.0)
-    ranks = [*range(pp)] * vpp + [*reversed(range(pp))] * vpp + [0]
-    orders = [visit_order(rank, pp, vpp, microbatches, group) for rank in range(pp)]
-    arrived: list[list[float | None]] = [[None] * microbatches for _ in range(2 * stages + 1)]
-    arrived[0] = [0.0] * microbatches
-    starts: list[list[float]] = [[] for _ in orders]
-    free = [0.0] * pp
-    ready = list(range(pp))
-    waiting: list[tuple[int, int] | None] = [None] * pp  # for the input of this (visit, micro-batch)
+    m, stages = microbatches, len(forward)
+    sends = [*transfer[: stages - 1], 0.0, *reversed(transfer[: stages - 1]), 0.0]
+    # By pass: its seconds, those of its send, and when its input arrives; before, the rank that waits for it, or None.
+    seconds, sending = (np.repeat(each, m).tolist() for each in ([*forward, *reversed(backward)], sends))
+    arrived: list[Any] = [0.0] * m + [None] * (2 * stages * m)
+    starts: list[list[float]] = [[] for _ in range(pp)]
+    free, ready, blocking = [0.0] * pp, [*range(pp)], stages == pp
+    orders = [iter(pass_order(rank, pp, stages // pp, m, group)) for rank in range(pp)]
+    following = [next(order) for order in orders]
     while ready:
         rank = ready.pop()
-        order, begun, now = orders[rank], starts[rank], free[rank]
-        for k in range(len(begun), len(order)):
-            visit, i = order[k]
-            came = arrived[visit][i]
-            if came is None:
-                waiting[rank] = order[k]
+        now, order, one, begin = free[rank], orders[rank], following[rank], starts[rank].append
+        while (came := arrived[one]) is not None:
+            if came > now:
+                now = came
+            begin(now)
+            now += seconds[one]
+            after = one + m
+            waiting, arrived[after] = arrived[after], now + sending[one]
+            if blocking:
+                now = arrived[after]
+            if waiting is not None:
+                ready.append(waiting)
+            if (one := next(order, -1)) < 0:
                 break
-            start = came if came > now else now
-            begun.append(start)
-            now = start + seconds[visit]
-            arrived[visit + 1][i] = sent = now + sends[visit]
-            if vpp == 1:
-                now = sent
-            receiver = ranks[visit + 1]
-            if waiting[receiver] and waiting[receiver] == (visit + 1, i):
-                waiting[receiver] = None
-                ready.append(receiver)
+        else:
+            arrived[one], following[rank] = rank, one
         free[rank] = now
-    assert all(len(s) == len(o) for s, o in zip(starts, orders, strict=True)), "a schedule in which ranks wait forever"
+    assert all(len(each) == 2 * m * stages // pp for each in starts), "a schedule in which ranks wait forever"
     return starts

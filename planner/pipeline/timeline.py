@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from attrs import frozen
 
-from .schedules import start_times, visit_order
+from .schedules import pass_order, start_times
 
 
 class Pass(NamedTuple):
@@ -63,10 +63,8 @@ class Timeline:
 def rank_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Pass, ...]:
     """Return the passes of `rank` in order."""
     last = pp * vpp - 1
-    return tuple(
-        Pass(visit, i, False) if visit <= last else Pass(2 * last + 1 - visit, i, True)
-        for visit, i in visit_order(rank, pp, vpp, microbatches, group)
-    )
+    visits = (divmod(one, microbatches) for one in pass_order(rank, pp, vpp, microbatches, group))
+    return tuple(Pass(visit, i, False) if visit <= last else Pass(2 * last + 1 - visit, i, True) for visit, i in visits)
 
 
 def simulate_timeline(

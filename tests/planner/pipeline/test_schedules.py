@@ -59,8 +59,8 @@ def test_warmup_and_tables_are_megatron_cores() -> None:
 
     tables = {(v, m, g) for _, v, m, g in cases(16, 8, 64)}
     for v, m, g in tables:
-        order = schedules.visit_order(0, 1, v, m, g or m)
-        assert [(i, visit) for visit, i in order if visit < v] == core.get_schedule_table(m, v, g or m)
+        passes = (divmod(one, m) for one in schedules.pass_order(0, 1, v, m, g or m))
+        assert [(i, visit) for visit, i in passes if visit < v] == core.get_schedule_table(m, v, g or m)
     group = SimpleNamespace(size=lambda: group.ranks, rank=lambda: group.mine)
     talk = SimpleNamespace(pp_group=group)
     for p, v, m, g in cases(16, 8, 64):
