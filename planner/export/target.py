@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NoReturn
+
+from attrs import frozen
 
 TRAIN_INSTEAD = "`megaloom train` runs the plan as it is"
 
@@ -47,8 +50,28 @@ _TITLES = {
 }
 
 
+@frozen
+class Inexpressible:
+    """A part of a plan that a program cannot express, and the line that says what to do instead."""
+
+    what: str
+    instead: str = TRAIN_INSTEAD
+
+
 def refuse(target: Target, what: str, instead: str = TRAIN_INSTEAD) -> NoReturn:
     """Raise UserError: `target` cannot express `what`; the second line is `instead`."""
     from megaloom.dsl.errors import UserError
 
     raise UserError(f"{target.program} cannot express {what}\n{instead}")
+
+
+def refuse_all(target: Target, found: Iterable[Inexpressible]) -> None:
+    """Raise UserError that names all parts of a plan that `target` cannot express, each with what to do instead."""
+    from megaloom.dsl.errors import UserError
+
+    parts = list(found)
+    if len(parts) > 1:
+        lines = [f"- {part.what}\n  {part.instead}" for part in parts]
+        raise UserError("\n".join((f"{target.program} cannot express", *lines)))
+    for part in parts:
+        refuse(target, part.what, part.instead)

@@ -63,7 +63,7 @@ def _parallelism(plan: Plan, stages: tuple[StageLayers, ...], target: Target) ->
     replicas, shards = (x.replicas, x.dp // x.replicas) if x.shard else (x.dp, 1)
     yield "data_parallel_replicate_degree", replicas
     yield "data_parallel_shard_degree", shards
-    yield "fsdp_reshard_after_forward", reshard_after_forward(x, x.microbatches(plan.workload.batch), target)
+    yield "fsdp_reshard_after_forward", reshard_after_forward(x)
     yield "tensor_parallel_degree", x.tp
     yield from _of_release(x, target)
     yield "pipeline_parallel_degree", x.pp

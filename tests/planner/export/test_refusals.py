@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,14 @@ SHARDED = Layout(dp=2, shard="optimizer")
         (Target.ACCELERATE, GPT2, Layout(), {"precision": "fp8"}, "precision fp8", "bf16"),
         (Target.TORCHTITAN, GPT2, Layout(), {}, "gpt2", "llama3 8B"),
         (Target.TORCHTITAN, LLAMA, evolve(SHARDED, tp=2), {}, "tp 2 without sequence", "--sequence-parallel"),
-        (Target.TORCHTITAN, LLAMA, evolve(SHARDED, recompute=Recompute.SELECTIVE), {}, "selective", "none or full"),
+        (
+            Target.TORCHTITAN,
+            LLAMA,
+            evolve(SHARDED, recompute=Recompute.SELECTIVE),
+            {},
+            "selective",
+            "--recompute full --recompute-layers 0",
+        ),
         (Target.TORCHTITAN, LLAMA, Layout(dp=2, recompute=FULL, recompute_layers=3), {}, "of the first 3", "full"),
         (
             Target.TORCHTITAN,
@@ -275,8 +283,25 @@ def test_a_layout_is_refused_by_its_name(
         return
     with pytest.raises(UserError) as error:
         export_plan(plan_with(declared, layout, **more), declared, target)
-    what, instead = str(error.value).split("\n", 1)
-    assert "cannot express" in what and names in what and works in instead
+    text = str(error.value)
+    assert "cannot express" in text
+    parts = re.split(r"^- |cannot express ", text, flags=re.MULTILINE)[1:]  # one, or one for each line with a dash
+    pairs = [part.split("\n", 1) for part in parts if "\n" in part]
+    assert any(names in what and works in instead for what, instead in pairs), text
+
+
+def test_all_that_a_program_cannot_express_is_named_at_once() -> None:
+    declared, _ = find(LLAMA)
+    layout = Layout(dp=2, shard="optimizer", recompute=FULL, recompute_layers=4)
+    with pytest.raises(UserError) as error:
+        export_plan(plan_with(declared, layout, gpus="2xH100", batch=4), declared, Target.TORCHTITAN)
+    assert str(error.value) == (
+        "torchtitan cannot express\n"
+        "- recompute full of the first 4 layers of each stage: it recomputes all or none\n"
+        "  plan with --recompute full --recompute-layers 0\n"
+        "- --shard optimizer with 2 micro-batches: it reduces gradients after each of them\n"
+        "  plan with --shard weights, or one micro-batch: --micro-batch 2"
+    )
 
 
 def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
