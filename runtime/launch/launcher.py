@@ -146,6 +146,7 @@ class Ranks:
     began: float = field(factory=time.monotonic, init=False)
     processes: list[Any] = field(factory=list, init=False)
     ended: dict[int, float] = field(factory=dict, init=False)  # rank -> time.monotonic() when its end was seen
+    outcomes: dict[int, Returned | Failure] = field(factory=dict, init=False)  # of ranks that have ended, once read
 
     def start(self, port: int, job: bytes) -> None:
         """Start all processes. Each is on the list before the next one starts."""
@@ -198,6 +199,12 @@ class Ranks:
         wait([process.sentinel for process in self.processes if process.is_alive()], timeout=seconds)
 
     def outcome(self, number: int) -> Returned | Failure:
+        """Return the outcome of a rank that has ended. It is read once: `watch` asks for it ten times a second."""
+        if number not in self.outcomes:
+            self.outcomes[number] = self._written(number)
+        return self.outcomes[number]
+
+    def _written(self, number: int) -> Returned | Failure:
         """Return the outcome that a rank has written, or a failure that says how its process ended."""
         try:
             return pickle.loads((self.folder / f"{number}.outcome").read_bytes())  # type: ignore[no-any-return]

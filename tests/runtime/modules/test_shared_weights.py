@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,8 +46,13 @@ CASES = {
 }
 
 
+@cache
+def maker_of(model: str) -> SampleMaker:
+    return SampleMaker.of(graph(find(model)[0]), SEQ)
+
+
 def sample_of(plan: Plan, i: int) -> Sample:
-    maker = SampleMaker.of(graph(find(plan.model)[0]), SEQ)
+    maker = maker_of(plan.model)
     return maker.make(random_text(i, min(256, maker.ids), maker.length - 1), i, RECIPE.seed)
 
 

@@ -44,15 +44,15 @@ STEP = {"shard": Shard.WEIGHTS, "reshard": Reshard.STEP}
 MICROBATCHES = 2
 MIXED = {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True}
 CASES = {  # model, layout, and the gathers and reductions of a step
-    # ten units: embedding, eight blocks, head. The head is kept for its backward pass; that of a lookup needs no rows.
-    "gradients": ("deep_llama", Layout(dp=2, **GRADIENTS), 10, 10 * MICROBATCHES),
-    "weights": ("deep_llama", Layout(dp=2, **WEIGHTS), (8 * 2 + 2) * MICROBATCHES, 10 * MICROBATCHES),
-    "step": ("deep_llama", Layout(dp=2, **STEP), 10, 10),
+    # six units: embedding, four blocks, head. The head is kept for its backward pass; that of a lookup needs no rows.
+    "gradients": ("tiny_llama_4", Layout(dp=2, **GRADIENTS), 6, 6 * MICROBATCHES),
+    "weights": ("tiny_llama_4", Layout(dp=2, **WEIGHTS), (4 * 2 + 2) * MICROBATCHES, 6 * MICROBATCHES),
+    "step": ("tiny_llama_4", Layout(dp=2, **STEP), 6, 6),
     "recompute": (
-        "deep_llama",
+        "tiny_llama_4",
         Layout(dp=2, recompute="full", **WEIGHTS),
-        (8 * 2 + 2) * MICROBATCHES,
-        10 * MICROBATCHES,
+        (4 * 2 + 2) * MICROBATCHES,
+        6 * MICROBATCHES,
     ),
     # three units: two blocks, and the tied table
     "tied": ("tiny_gpt", Layout(dp=2, **WEIGHTS), (2 * 2 + 1) * MICROBATCHES, 3 * MICROBATCHES),
@@ -72,7 +72,7 @@ CASES = {  # model, layout, and the gathers and reductions of a step
     ),
 }
 REPLICATED = {
-    "deep_llama": ("deep_llama", Layout(dp=2)),
+    "tiny_llama_4": ("tiny_llama_4", Layout(dp=2)),
     "mixed": ("tiny_mixtral", Layout(**MIXED)),
     "mixed weights": ("tiny_mixtral", Layout(**MIXED, **WEIGHTS)),
     "wide": (f"{__file__}:wide_gains", Layout(dp=2, **WEIGHTS)),
@@ -214,7 +214,7 @@ def test_a_rank_holds_16_bytes_of_each_of_its_elements(case: str, found: dict[st
     """Weights, gradients and moments are fp32; no gathered weight is left."""
     for x in found[case]:
         assert x.nbytes == pytest.approx(16 * x.elements, rel=0.01 if case != "experts" else 0.02)
-    whole = found["deep_llama"][0]
+    whole = found["tiny_llama_4"][0]
     assert whole.nbytes == pytest.approx(18 * whole.elements, rel=0.01)
     assert found["weights"][0].elements == whole.elements / 2
 
