@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
+from functools import lru_cache
 from inspect import isfunction, signature
 from os.path import exists, isdir, isfile, join, realpath
 from pathlib import Path
@@ -22,7 +23,7 @@ from megaloom.dsl.hf.conversations import for_conversations
 from megaloom.dsl.hf.nemo_bert import FIELDS, is_nemo_bert
 
 from .errors import UserError, safe_repr
-from .example_modules import example_modules, hyphenated
+from .example_modules import EXAMPLES, example_modules, hyphenated
 from .files.json_file import Content, content_of, read_json
 from .files.model_file import load_model
 from .files.yaml_file import YAML
@@ -191,6 +192,19 @@ def _needed(function: Callable[..., object]) -> list[str]:
 
 
 def _pick(module: ModuleType, location: str, name: str, arguments: Arguments) -> tuple[Model, str]:
+    """Return a model of a module, and its full reference. An example that is given no arguments is built once."""
+    is_example = module.__name__.rpartition(".")[0] == EXAMPLES
+    return (
+        _example(module, location, name) if is_example and not arguments else _built(module, location, name, arguments)
+    )
+
+
+@lru_cache(maxsize=64)  # as many as `graph` keeps
+def _example(module: ModuleType, location: str, name: str) -> tuple[Model, str]:
+    return _built(module, location, name, {})
+
+
+def _built(module: ModuleType, location: str, name: str, arguments: Arguments) -> tuple[Model, str]:
     models = _models(module, arguments)
     if not name:
         if len(models) != 1:
