@@ -95,6 +95,12 @@ class Program:
         """The first primitive that reads each value, by the identity of the value's source."""
         return {id(a.source): step for step in reversed(self.steps) for a in step.value.args}
 
+    @cached_property
+    def dims(self) -> frozenset[tuple[Dim, bool]]:
+        """The dims of all tensors and of the copies around them, each with whether it is inside experts."""
+        steps = ((s.outer, v.shape) for s in self.steps for v in (s.value, *s.value.args))
+        return frozenset((d, self.table.among_experts(outer)) for outer, shape in steps for d in (*outer, *shape))
+
     def local_elements(
         self, dims: Iterable[Dim], outer: tuple[Dim, ...], sizes: Mapping[str, int], split: Split, data: bool = False
     ) -> int:
@@ -218,11 +224,9 @@ def fitted(p: Program, split: Split, whole: frozenset[str] = frozenset()) -> Pro
     is padded: only bodies compute such experts.
     """
     table = p.table.at(split, whole)
-    steps = ((s.outer, v.shape) for s in p.steps for v in (s.value, *s.value.args))
-    dims = {(d, p.table.among_experts(outer)) for outer, shape in steps for d in (*outer, *shape)}
-    inner = {d.name for d, inside in dims if inside and table.axis(d, inside) == "etp" and (d.size or 0) % split.etp}
+    inner = {d.name for d, inside in p.dims if inside and table.axis(d, inside) == "etp" and (d.size or 0) % split.etp}
     padded = {name for name in inner if table.dims[name].policy == "even"}
-    if not padded and all(table.axis(d, inside) == p.table.axis(d, inside) for d, inside in dims):
+    if not padded and all(table.axis(d, inside) == p.table.axis(d, inside) for d, inside in p.dims):
         return p
     table = evolve(table, dims={n: evolve(e, policy="pad") if n in padded else e for n, e in table.dims.items()})
     return evolve(p, table=table, steps=tuple(Step(s.value, s.name, s.outer, table) for s in p.steps))

@@ -107,8 +107,9 @@ def _all_placed(
 
 def _segments(costs: ChainCosts, chain: Column, x: Layouts, job: Job) -> Segments:
     table, cuts, reserve = costs.table[chain], costs.structure.cut_points, memory.ALLOCATED
-    of_one = [memory.rank_state(a, b, x, job, c, d) for a, b, c, d in STATE_SAMPLE * np.eye(4, dtype=np.int64)]
-    state = sum(s.total[:, None] / STATE_SAMPLE * costs.before[i, table] for s, i in zip(of_one, STATE, strict=True))
+    dense, experts, fixed, copies = STATE_SAMPLE * np.eye(4, dtype=np.int64)[..., None]
+    of_one = memory.rank_state(dense, experts, x, job, fixed, copies).total / STATE_SAMPLE
+    state = sum(one[:, None] * costs.before[i, table] for one, i in zip(of_one, STATE, strict=True))
     freed, ends = reserve * costs.recompute_before[SAVED, table], costs.ends_of(chain)
     return Segments(
         seconds=costs.before[SECONDS, table],

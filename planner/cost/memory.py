@@ -6,6 +6,7 @@ The other functions give its terms: state, saved activations, transient bytes. A
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, Generic, Protocol, Self, TypeVar, get_args, overload
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from megaloom.dsl.dims import NBYTES, DType, Sizes
 from megaloom.dsl.facts.costs import Costs
-from megaloom.dsl.facts.primitives import program
+from megaloom.dsl.facts.primitives import Program, program
 from megaloom.dsl.facts.recompute import CORE, NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.saved import AttentionTensor, Saved
 from megaloom.dsl.node import Node, primitives
@@ -350,11 +351,17 @@ def product_weight_elements(job: Job, layout: Layout) -> int:
 
 def _product_weights(node: Node, layout: Layout, job: Job) -> int:
     """Return the elements on one device of the weights that a node's products read."""
-    elements, sizes, p = 0, Sizes(batch=layout.micro_batch, seq=job.workload.seq), program(node)
-    read = {id(x.source) for step in p.steps if isinstance(step.value.op, Dot) for x in step.value.args}
-    weights = (v for v, *_ in primitives(p.value) if isinstance(v.op, Weight))
-    for v, slot in zip(weights, node.weights, strict=True):
-        if id(v.source) in read:
-            dims, table = slot.value.shape.dims, p.table.at(layout.split)
+    sizes, p = Sizes(batch=layout.micro_batch, seq=job.workload.seq), program(node)
+    table, elements = p.table.at(layout.split), 0
+    for read, slot in zip(_read_by_products(p), node.weights, strict=True):
+        if read:
+            dims = slot.value.shape.dims
             elements += table.local(sizes, layout.split, table.axes(slot.outer, dims))(dims)
     return elements
+
+
+@lru_cache(maxsize=1 << 10)
+def _read_by_products(p: Program) -> tuple[bool, ...]:
+    """Return for each weight of a program whether a product reads it."""
+    read = {id(x.source) for step in p.steps if isinstance(step.value.op, Dot) for x in step.value.args}
+    return tuple(id(v.source) in read for v, *_ in primitives(p.value) if isinstance(v.op, Weight))

@@ -37,7 +37,7 @@ from .pricing import PartitionedLayout, Pricer
 
 FIRST_BASES, BASES_AT_ONCE = 16, 128  # base layouts that are opened together: at first, and at most
 SMALLEST_BATCH, LARGEST_BATCH = 64, 4096  # number of layouts that are balanced together
-SMALLEST_RATIO, BATCH_RATIO = 1.005, 1.04  # least and largest multiple of the least bound up to which they are balanced
+SMALLEST_RATIO, BATCH_RATIO = 1.02, 1.08  # least and largest multiple of the least bound up to which they are balanced
 HORIZON_RATIO = 1.05  # the horizon lies this far beyond the least bound of all that is open
 
 
@@ -269,9 +269,9 @@ class Frontier:
         """Set aside the opened layouts of closed meshes."""
         for mesh, most in self.closed.items():
             slower = [has_mesh(part.layouts, mesh) & (part.seconds > most) for part in self._opened]
-            pairs = list(zip(self._opened, slower, strict=True))
-            self._postponed_layouts += [part.take(out) for part, out in pairs if out.any()]
-            self._set_opened([part.take(~out) for part, out in pairs])
+            pairs = [(part, out, bool(out.any())) for part, out in zip(self._opened, slower, strict=True)]
+            self._postponed_layouts += [part.take(out) for part, out, some in pairs if some]
+            self._set_opened([part.take(~out) if some else part for part, out, some in pairs])
 
     def _set_opened(self, parts: list[BoundedLayouts]) -> None:
         self._opened = [part for part in parts if len(part)]

@@ -139,7 +139,7 @@ def simulate(placed: Partition) -> Priced:
     x, job, m = placed.layout, placed.problem.job, placed.problem.microbatches
     seconds = placed.forward_seconds, placed.backward_seconds, placed.send_seconds
     last_backward = schedules.finish_times(*seconds, x.pp, m, x.microbatch_group)
-    ends, blocked = [end_of_rank(placed, rank) for rank in range(x.pp)], placed.blocked_seconds
+    ends, blocked = ends_of_step(placed), placed.blocked_seconds
     counting = counting_seconds(placed) if job.repeats_forward else 0.0
     waiting, stage_seconds = placed.waiting.sum(axis=1), placed.stage_sums[:, STEP_COLUMNS].sum(axis=1)
     computing: Rows = m * (stage_seconds + waiting).reshape(x.vpp, x.pp).sum(axis=0)
@@ -190,12 +190,25 @@ def counting_seconds(placed: Partition) -> float:
     return sum(ranks) + sum(placed.send_seconds) + (problem.microbatches - 1) * max(ranks)
 
 
+def ends_of_step(placed: Partition) -> list[EndOfStep]:
+    """Return the end of step of each pipeline rank."""
+    x, job, each = placed.layout, placed.problem.job, [_before_end(placed, rank) for rank in range(placed.layout.pp)]
+    # Most ranks in the middle of a model are alike.
+    known = {(a, b, tied, window): end_of_step(a, b, tied, x, job, window) for a, b, tied, window in {*each}}
+    return [known[before] for before in each]
+
+
 def end_of_rank(placed: Partition, rank: int) -> EndOfStep:
     """Return the end of step of one pipeline rank."""
+    params, experts, tied, window = _before_end(placed, rank)
+    return end_of_step(params, experts, tied, placed.layout, placed.problem.job, window)
+
+
+def _before_end(placed: Partition, rank: int) -> tuple[float, float, float, OverlapWindow]:
+    """Return a rank's dense and expert elements, the seconds that reduce its tied weights, and its overlap window."""
     x, problem = placed.layout, placed.problem
     passes = (min(x.microbatch_group_size, problem.microbatches) * (x.vpp - 1) + 1) / x.vpp  # in the overlap window
     forward, backward = (sum(each[rank :: x.pp]) for each in (placed.forward_seconds, placed.backward_seconds))
-    window = OverlapWindow(passes * backward, passes * forward)
     tied, table = 0.0, problem.table
     for i, ranks in placed.copies.items():
         if rank in ranks and len(ranks) > 1:
@@ -204,7 +217,7 @@ def end_of_rank(placed: Partition, rank: int) -> EndOfStep:
             part = nbytes, ProcessGroup(len(ranks), stride)
             tied += communication.collective_seconds("all_reduce", problem.job.cluster, part)
     params, experts = placed.rank_elements[rank].tolist()
-    return end_of_step(params, experts, tied, x, problem.job, window)
+    return params, experts, tied, OverlapWindow(passes * backward, passes * forward)
 
 
 def end_of_step(
