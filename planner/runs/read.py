@@ -147,6 +147,8 @@ def _of_settings(settings: SettingsRun, path: str, given: RunInputs) -> Training
         )
     assumed = f"{settings.framework}'s settings as flags of Megatron-LM; the prediction is for Megatron-core"
     left_out: tuple[Note, ...] = ()
+    if settings.beside:
+        assumed += f"; read with {printable(settings.beside)}, which stands beside the file"
     if settings.framework == "torchtitan":
         options = torchtitan_options(settings.words)
         left_out = tuple(Note(text, origin) for text, origin in left_out_of_torchtitan(options))

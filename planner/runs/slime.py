@@ -13,7 +13,7 @@ from megaloom.dsl.quoting import shortened
 from .megatron.flag import LARGEST_VALUE
 from .megatron.parser import looks_like_flag, table
 from .run import Devices, Note
-from .slime_flags import changes_no_step
+from .slime_flags import VALUED, changes_no_step
 from .words import Word
 
 MARK = "--rollout-batch-size"
@@ -113,7 +113,7 @@ def _known(words: Sequence[Word]) -> Iterator[Word]:
     """Yield the words without slime's flags that change no step; a flag that is not known is refused by a parser."""
     keep, before = True, ""
     for position, word in enumerate(words):
-        is_value, before = before in OF_SLIME, word.text
+        is_value, before = before in OF_SLIME or before in VALUED, word.text
         if looks_like_flag(word.text) or (word.unknown and not word.text and not is_value):
             name, equals, value = word.text.partition("=")
             if not equals and position + 1 < len(words):

@@ -124,8 +124,8 @@ UNGROUPED_EXPERTS = Feature(
 FP16_GRADIENTS = Feature(
     name="fp16-gradients",
     optimizer={
-        "gradient_nbytes": coded(2, "Megatron-LM, arguments.py: gradients of --fp16 are summed in 16 bits"),
-        "step_held_nbytes": coded(4, "Megatron-LM: the optimizer steps with an fp32 copy of the gradient"),
+        "gradient_nbytes": coded(2, "Megatron-LM, arguments.py, and DeepSpeed, fused_optimizer.py: summed in 16 bits"),
+        "step_held_nbytes": coded(4, "Megatron-LM, DeepSpeed: the optimizer steps with an fp32 copy of the gradient"),
     },
 )
 DEEPSPEED_PIPELINE = Feature(

@@ -78,6 +78,8 @@ cpu_torch_adam ; 0 ; - ; an optimizer on the host is not modelled
 use-bnb-optimizer ; 0 ; - ; an optimizer of 8 bits is not modelled
 curriculum-learning ; 0 ; - ; sequences of changing length are not modelled
 random-ltd ; 0 ; - ; layers that drop tokens are not modelled
+multiple-of ; 1 ; None ; the width of the MLP that it gives is not read: state --ffn-hidden-size
+hidden-dim-multiplier ; 1 ; None ; the width of the MLP that it gives is not read: state --ffn-hidden-size
 ds-sequence-parallel-size ; 1 ; 1 ; sequence parallelism of DeepSpeed is not modelled
 glu-activation ; 1 ; None ; gated activations of this name are not read; Megatron-LM has --swiglu
 use-tutel ; 0 ; - ; experts of Tutel are not modelled

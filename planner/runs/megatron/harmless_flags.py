@@ -18,7 +18,8 @@ no-data-sharding:data_sharding use-one-sent-docs renormalize-blend-weights full-
 calculate-per-token-loss apply-wd-to-qk-layernorm muon-no-split-qkv:muon_split_qkv muon-use-nesterov
 override-opt_param-scheduler|override-opt-param-scheduler te-rng-tracker inference-rng-tracker
 use-checkpoint-opt_param-scheduler|use-checkpoint-opt-param-scheduler data-parallel-random-init
-init-method-xavier-uniform moe-use-upcycling decrease-batch-size-if-needed attention-softmax-in-fp32
+init-method-xavier-uniform overlap-cpu-optimizer-d2h-h2d
+moe-use-upcycling decrease-batch-size-if-needed attention-softmax-in-fp32
 
 profile use-pytorch-profiler record-memory-history log-params-norm log-throughput log-progress
 log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-device-memory-used

@@ -147,7 +147,6 @@ cpu-offloading-num-layers ; 1 ; 0 ; activations in the memory of the host are no
 fine-grained-activation-offloading ; 0 ; - ; activations in the memory of the host are not modelled
 optimizer-cpu-offload ; 0 ; - ; an optimizer on the host is not modelled
 use-torch-optimizer-for-cpu-offload ; 0 ; - ; an optimizer on the host is not modelled
-overlap-cpu-optimizer-d2h-h2d ; 0 ; - ; an optimizer on the host is not modelled
 no-pin-cpu-grads:pin_cpu_grads ; 0 ; - ; an optimizer on the host is not modelled
 no-pin-cpu-params:pin_cpu_params ; 0 ; - ; an optimizer on the host is not modelled
 use-torch-fsdp2 ; 0 ; - ; PyTorch's FSDP2 under Megatron-LM is not modelled

@@ -61,8 +61,11 @@ def _whole_graph(a: Arguments) -> bool:
     return _graphs(a) and "full_iteration" in _words(a, "cuda_graph_scope")
 
 
-def _fp16_gradients(a: Arguments) -> bool:
-    return bool(a["fp16"]) and not a["accumulate_allreduce_grads_in_fp32"] and not a["deepspeed"]
+def fp16_gradients(a: Arguments) -> bool:
+    """Return whether gradients are as wide as fp16 weights; DeepSpeed's own optimizer has them so without ZeRO."""
+    if a["deepspeed"]:
+        return bool(a["fp16"]) and not a["zero_stage"]
+    return bool(a["fp16"]) and not a["accumulate_allreduce_grads_in_fp32"]
 
 
 _GRAPH_FLAGS = ("cuda_graph_impl", "cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph")
@@ -93,7 +96,7 @@ FEATURES_OF_FLAGS: tuple[tuple[Feature, tuple[str, ...], FlagCondition], ...] = 
             and _value(a, "exp_avg_sq_dtype") in WIDE
         ),
     ),
-    (FP16_GRADIENTS, ("fp16",), _fp16_gradients),
+    (FP16_GRADIENTS, ("fp16",), fp16_gradients),
     (NO_WGRAD_FUSION, ("gradient_accumulation_fusion",), _is("gradient_accumulation_fusion", False)),
     (
         UNFUSED_ATTENTION,

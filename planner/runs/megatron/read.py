@@ -29,6 +29,7 @@ from .vocabulary import vocabulary
 
 PROGRAM = "Megatron-LM"
 LOWER_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+_FOR_WIDTH = ("multiple_of", "hidden_dim_multiplier")  # of FlagScale, where no width of the MLP is stated
 USER_FLAGS = "--set"  # the path of flags that the user gives
 
 
@@ -59,7 +60,8 @@ def read_run(a: Arguments, source: ArgumentSource) -> TrainingRun:
     version = check_version(stated or least_release(a.names))
     a = evolve(a, defaults={**a.defaults, **defaults_of(version)}).without(hints.ignored)
     absent = _absent(a, version) if stated and not a.complete else ()
-    if trouble := [*a.trouble, *absent, *map(_refused, a.judged(Effect.REFUSED))]:
+    refused = [one for one in a.judged(Effect.REFUSED) if not (one.flag.dest in _FOR_WIDTH and a["ffn_hidden_size"])]
+    if trouble := [*a.trouble, *absent, *map(_refused, refused)]:
         raise UserError(trouble_text(trouble))
     a = _with_own_names(a)
     for dest in REQUIRED:

@@ -10,6 +10,7 @@ from megaloom.planner.runs.run import Devices, Stated
 
 from .layers import has_experts, hidden_channels, layer_kinds, position_embedding
 from .parser import Arguments
+from .profile import fp16_gradients
 
 
 def stated_facts(a: Arguments, x: Layout, work: Workload, vocab: int, devices: Devices) -> tuple[Stated, ...]:
@@ -109,7 +110,7 @@ def _layout(a: Arguments, x: Layout, devices: Devices) -> list[Stated]:
         ]
     flags = ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "overlap_moe_expert_parallel_comm")
     out.append(row("overlap", active_overlaps(x), *flags))
-    if x.grad_reduce is not GradReduce.FP32:
+    if x.grad_reduce is not GradReduce.FP32 or fp16_gradients(a):
         out.append(row("gradients", "as wide as weights", "grad_reduce_in_bf16", "main_grads_dtype", "fp16"))
     return out
 

@@ -25,6 +25,8 @@ TOKEN_FIELDS = ("num_tokens_per_microbatch_per_dp_rank", "max_context_length", "
 """Fields of training after 0.3.0, which counts tokens instead of sequences."""
 PIPELINE_MICROBATCHES = "num_pp_microbatches"
 AC_CLASSES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
+AC_CONFIG = "ActivationCheckpointConfig"
+"""Class of all of them until early 2026, with a field `mode`."""
 TITAN_SECTIONS = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
 """Sections that are read, and the classes of their values."""
 _SECTIONS = (*TITAN_SECTIONS, "model_spec", "activation_checkpoint")
@@ -37,6 +39,8 @@ def titan_run(config: Value, path: str, overrides: Sequence[Word] = ()) -> Setti
     spec = config.fields.get("model_spec") if isinstance(config, Instance) else None
     flavor = _flavor(spec)
     if not isinstance(config, Instance) or not isinstance(spec, Instance) or flavor is None:
+        if isinstance(config, Instance) and spec is None and config.name:
+            raise UserError(f"{config.origin}: what {config.name} makes is not known, since its file is not read")
         raise UserError(f"{path} builds no configuration of torchtitan with a flavor of a model")
     for key, value in config.fields.items():
         if key not in _SECTIONS and any(nearly_spelled(key, one) for one in _SECTIONS):
@@ -120,6 +124,9 @@ def _mode(config: Instance) -> Setting:
         return Setting(Word("selective", config.origin))
     name = value.name if isinstance(value, Instance | Foreign) else ""
     mode = next((mode for kind, mode in AC_CLASSES.items() if kind in name.split(".")), None)
+    if isinstance(value, Instance) and value.last == AC_CONFIG:
+        stated = value.fields.get("mode")
+        mode = str(stated.value) if isinstance(stated, Known) else None if stated else "selective"
     origin = value.origin if isinstance(value, Instance | Foreign | Known) else config.origin
     if mode is None:
         raise UserError(f"{origin}: activation_checkpoint is none of {', '.join(AC_CLASSES)}")

@@ -135,6 +135,7 @@ class SettingsRun:
     program: str = "pretrain_gpt.py"
     unknown: tuple[Unknown, ...] = ()
     assumed: tuple[Unknown, ...] = ()
+    beside: str = ""  # the path of a file that is read with the one that was given
     left_out: tuple[Word, ...] = ()  # paths of settings that no reader asks for
     repeated: tuple[Word, ...] = ()  # settings that stand again with another value, which counts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 
 from attrs import evolve
 
@@ -16,10 +17,17 @@ from megaloom.planner.runs.words import Unknown, Word
 
 _GROUPS = ("system", "model", "data")
 _RUNNER = "experiment.runner"
-_PATHS = (f"{_RUNNER}.nnodes", f"{_RUNNER}.nproc_per_node", "experiment.envs", "experiment.task.backend", "train")
+_PATHS = (
+    f"{_RUNNER}.nnodes",
+    f"{_RUNNER}.nproc_per_node",
+    "experiment.envs",
+    "experiment.task.backend",
+    "experiment.task.entrypoint",
+    "train",
+)
 _SILENT = (
     *("action", "hydra", *(f"experiment.{key}" for key in ("exp_name", "exp_dir", "cmds", "task.type"))),
-    *("experiment.task.entrypoint", "experiment.seed", "experiment.save_steps", "experiment.load"),
+    *("experiment.seed", "experiment.save_steps", "experiment.load"),
     *("experiment.ckpt_format", f"{_RUNNER}.hostfile", f"{_RUNNER}.backend", f"{_RUNNER}.type", f"{_RUNNER}.ssh_port"),
     *(f"{_RUNNER}.{key}" for key in ("rdzv_backend", "rdzv_id", "rdzv_endpoint", "per_node_task", "no_shared_fs")),
     *(f"{_RUNNER}.{key}" for key in ("node_rank", "master_addr", "master_port", "tee", "redirects", "log_dir")),
@@ -45,6 +53,9 @@ def flagscale_run(tree: Tree, environment: Mapping[str, str]) -> SettingsRun:
     backend = setting_at(resolved, "experiment.task.backend")
     if backend and not backend.word.unknown and backend.text != "megatron":
         raise UserError(f"{backend.word.origin}: FlagScale's backend {backend.text:.40} is not read\nread is megatron")
+    program = setting_at(resolved, "experiment.task.entrypoint")
+    if program and not program.word.unknown and PurePath(program.text).name != "train_gpt.py":
+        raise UserError(f"{program.word.origin}: FlagScale trains with {program.text:.60}\nread is train_gpt.py")
     nodes, per_node = _started(resolved)
     variables = {n: v.word for n, v in leaves(found(resolved, "experiment.envs")) if isinstance(v, Setting)}
     return SettingsRun(

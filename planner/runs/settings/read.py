@@ -13,6 +13,7 @@ from megaloom.planner.runs.settings.accelerate import accelerate_run, is_acceler
 from megaloom.planner.runs.settings.bridge import bridge_run, is_bridge
 from megaloom.planner.runs.settings.flag_words import SettingsRun
 from megaloom.planner.runs.settings.flagscale import flagscale_run, is_flagscale
+from megaloom.planner.runs.settings.flagscale_group import with_experiment
 from megaloom.planner.runs.settings.nemo import is_nemo, nemo_run
 from megaloom.planner.runs.settings.nemo_rl import is_nemo_rl, nemo_rl_run
 from megaloom.planner.runs.settings.overrides import (
@@ -46,7 +47,7 @@ _OTHERS = {
     "language_model": "a file for `--yaml-cfg` of Megatron-LM",
 }
 """Formats that are not read, by a key that they have."""
-_PROGRAMS = (".py", "main_ppo")
+_PROGRAMS = "main_"
 _BASE = "ppo_megatron_trainer"
 """verl's own settings for Megatron, of which the defaults are taken."""
 
@@ -92,7 +93,9 @@ def settings_text(
     if is_accelerate(tree):
         return accelerate_run(tree, path, flags)
     if is_flagscale(tree):
-        return flagscale_run(tree, environment)
+        experiment = with_experiment(tree, path)
+        run = flagscale_run(experiment.tree, environment)
+        return evolve(run, beside=experiment.path)
     other = next((name for key, name in _OTHERS.items() if found(tree, key) is not None), None)
     if other is None and is_bridge(tree):
         return bridge_run(tree, environment)
@@ -113,7 +116,8 @@ def settings_command(
     tree = override_tree(command.words)
     if not is_verl(tree):
         return None
-    program = [position + 1 for position, word in enumerate(command.words) if word.text.endswith(_PROGRAMS)]
+    lasts = [word.text.rpartition(".")[2] for word in command.words]
+    program = [n + 1 for n, last in enumerate(lasts) if last == "py" or last.startswith(_PROGRAMS)]
     first = program[0] if program else next(n for n, word in enumerate(command.words) if is_override(word))
     run = verl_run(tree, environment)
     unread = [word for word in unread_overrides(command.words[first:]) if _BASE not in word.text]

@@ -86,6 +86,8 @@ def _words(tree: Tree | None) -> Iterator[Word]:
     yield from _switched_on(megatron)
     for path, value in leaves(megatron):
         key = _RENAMED.get(path, path.rpartition(".")[2])
+        if path == "router_replay.mode" and isinstance(value, Setting) and value.text == "disabled":
+            continue
         if path.rpartition(".")[0] not in _GROUPS:
             yield unknown_setting(f"megatron.{path}", value)
         elif key not in _HARMLESS:

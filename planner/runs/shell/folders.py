@@ -50,6 +50,15 @@ class Folders:
             return None
         return (posixpath.normpath(str(found)), content.decode(errors="replace")) if b"\0" not in content else None
 
+    def elsewhere(self, path: str) -> tuple[str, str] | None:
+        """Return a file that an absolute path names elsewhere: its end, seen from a folder above the script."""
+        parts = Path(path).parts[1:] if path.startswith("/") else ()
+        for start in range(1, len(parts) - 1):
+            for folder in self.script.absolute().parents:
+                if (folder / Path(*parts[start:])).is_file():
+                    return self.read(str(folder / Path(*parts[start:])), None)
+        return None
+
 
 def moved(folder: Text, path: Text) -> Text:
     """Return the folder after `cd PATH`."""

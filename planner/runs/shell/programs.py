@@ -232,6 +232,9 @@ class ProgramEvaluator(CommandEvaluator):
     def _source(self, words: CommandWords, state: State, origin: Origin) -> Flow:
         name = known_text(words[1]) if len(words) > 1 else ""
         found = self._found(name, state) if name else None
+        if found is None and name and (copy := self.folders.elsewhere(name)):
+            found = file_source(copy[1], copy[0])
+            self.record.assume(Unknown(f"{name}, read from {copy[0]},", "file", origin))
         if found is None:
             shown_name = displayed(words[1]) if len(words) > 1 else ""
             self.record.unknown.setdefault(Unknown(shown_name, "file", origin))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.choices import GradReduce, Recompute, Shard
 from megaloom.planner.runs.read import RunInputs, read_file, read_text
 from megaloom.planner.runs.run import TrainingRun
+from tests.support.run_files import FOLDER
 
 pytest.importorskip("yaml")
 
@@ -320,3 +322,83 @@ enable_float8_linear = true
     run = read(text, "run.toml", devices=32)
     x = run.layout
     assert (x.tp, x.dp, x.replicas, x.micro_batch, run.workload.precision) == (4, 8, 2, 2, "fp8")
+
+
+GROUP = """
+system: {tensor_model_parallel_size: 2, precision: {fp16: true}, no_shared_fs: "${experiment.saves}"}
+model: {num_layers: 2, hidden_size: 256, num_attention_heads: 4, seq_length: 128, max_position_embeddings: 128,
+  ffn_hidden_size: 1024, multiple_of: 256, micro_batch_size: 1, global_batch_size: 8}
+data: {tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 1000}}
+"""
+EXPERIMENT = """
+defaults: [_self_, {train: large}]
+experiment:
+  task: {type: train, backend: megatron, entrypoint: flagscale/train/train_gpt.py}
+  runner: {nproc_per_node: 4}
+  saves: false
+"""
+
+
+def test_a_group_of_flagscale_is_read_with_the_experiment_beside_it(tmp_path: Path) -> None:
+    """The experiment has the program, the GPUs, and what the group refers to; it chooses another file of the group."""
+    (tmp_path / "train").mkdir()
+    group, experiment = tmp_path / "train" / "small.yaml", tmp_path / "train.yaml"
+    group.write_text(GROUP)
+    with pytest.raises(UserError, match=r"flags depend on variable experiment\.saves"):
+        read_file(str(group), RunInputs(devices=8))
+    experiment.write_text(EXPERIMENT)
+    (tmp_path / "train_other.yaml").write_text(EXPERIMENT.replace("4", "2"))
+    run = read_file(str(group), RunInputs())
+    assert (run.devices.count, run.layout.tp, run.workload.batch) == (4, 2, 8)
+    assert any("train.yaml, which stands beside the file" in note.text for note in run.assumed)
+    assert any(fact.name == "gradients" for fact in run.stated)  # as wide as fp16 weights
+    experiment.write_text(EXPERIMENT.replace("train_gpt", "train_rwkv"))
+    with pytest.raises(UserError, match=r"train\.yaml:4: FlagScale trains with flagscale/train/train_rwkv\.py"):
+        read_file(str(group), RunInputs())
+    experiment.write_text(EXPERIMENT)
+    group.write_text(GROUP.replace("ffn_hidden_size: 1024, ", ""))
+    with pytest.raises(UserError, match="--multiple-of: the width of the MLP that it gives is not read"):
+        read_file(str(group), RunInputs())
+
+
+def test_the_class_of_activation_checkpointing_until_2026() -> None:
+    text = (FOLDER / "titan.py").read_text()
+    older = re.sub(r"activation_checkpoint=[^\n]*,\n", "activation_checkpoint=AC,\n", text)
+    assert older != text
+    read_older = read(older.replace("=AC", '=ActivationCheckpointConfig(mode="full")'), "titan.py", devices=8)
+    assert read_older.layout.recompute is Recompute.FULL
+    with pytest.raises(UserError, match="activation checkpointing `selective` of torchtitan keeps other"):
+        read(older.replace("=AC", "=ActivationCheckpointConfig()"), "titan.py", devices=8)
+
+
+def test_switches_of_verl_that_are_off_change_nothing() -> None:
+    text = (FOLDER / "verl.sh").read_text().rstrip()
+    actor = "actor_rollout_ref.actor"
+    off = f"{actor}.megatron.router_replay.mode=disabled"
+    off += f" +{actor}.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d=True"
+    assert read(f"{text} {off}\n", "verl.sh").layout == read(text, "verl.sh").layout
+    with pytest.raises(UserError, match=r"router_replay\.mode is not a known flag"):
+        read(f"{text} {actor}.megatron.router_replay.mode=R3\n", "verl.sh")
+
+
+def test_a_sourced_file_at_the_path_of_another_machine(tmp_path: Path) -> None:
+    """Its end is looked for above the script; the value of a flag of slime that changes nothing is not asked for."""
+    text = (FOLDER / "slime.sh").read_text()
+    first, _, rest = text.partition("\n")
+    (tmp_path / "scripts" / "models").mkdir(parents=True)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "scripts" / "models" / "small.sh").write_text(f"{first}\n")
+    script = tmp_path / "examples" / "run.sh"
+    script.write_text(f"source /root/slime/scripts/models/small.sh\n{rest.rstrip()} --wandb-key ${{KEY}}\n")
+    run = read_file(str(script), RunInputs())
+    assert run.layout == read(text, "slime.sh").layout
+    assert any("small.sh, read from" in note.text for note in run.assumed)
+
+
+def test_gradients_of_deepspeed_without_zero_are_as_wide_as_fp16_weights() -> None:
+    text = """deepspeed --num_nodes 1 --num_gpus 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --seq-length 256 \\
+  --num-attention-heads 8 --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 8 --vocab-size 1000 \\
+  --fp16 --deepspeed --zero-stage 0"""
+    features = {stage: read(text.replace("stage 0", f"stage {stage}")).profile.optimizer for stage in (0, 1)}
+    assert features[0].gradient_nbytes == features[1].gradient_nbytes == 2
+    assert any(fact.name == "gradients" for fact in read(text).stated)
