@@ -8,6 +8,7 @@ Rules, command-line options, report columns and plan.json read the table through
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic
 
 from attrs import Converter, Factory, field, fields, frozen
@@ -317,16 +318,7 @@ class Layout(LayoutFields[int]):
     @property
     def split(self) -> Split:
         """Return the axes that shard tensors."""
-        from megaloom.dsl.sharding_table import Split
-
-        return Split(
-            tp=self.tp,
-            cp=self.cp,
-            ep=self.ep,
-            etp=self.etp,
-            sequence_parallel=self.sequence_parallel,
-            vocab_multiple=self.vocab_multiple,
-        )
+        return _split(self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.vocab_multiple)
 
     @property
     def shard_of_experts(self) -> Shard:
@@ -370,3 +362,11 @@ class Layout(LayoutFields[int]):
         words += [f"vocab multiple {self.vocab_multiple}"] if self.vocab_multiple != VOCAB_MULTIPLE else []
         words += [f"{self.grad_reduce} gradients"] if self.grad_reduce is not GradReduce.FP32 else []
         return " ".join(words)
+
+
+@lru_cache(maxsize=1 << 12)
+def _split(tp: int, cp: int, ep: int, etp: int, sequence_parallel: bool, vocab_multiple: int) -> Split:
+    """Return a split; one of equal degrees is made once."""
+    from megaloom.dsl.sharding_table import Split
+
+    return Split(tp=tp, cp=cp, ep=ep, etp=etp, sequence_parallel=sequence_parallel, vocab_multiple=vocab_multiple)

@@ -141,7 +141,10 @@ class CostCache:
 
     def bare_table(self, layout: Layout) -> BareTable:
         """Return the costs of all node kinds under this layout without recompute."""
-        return bare_table(self.job, layout, [self.node_cost(i, layout) for i in range(len(self.structure.kinds))])
+        key = node_cost_key(layout)
+        simplest = {seen: self._simplest(seen, key) for seen in {*self._sensitivity}}
+        nodes = [self._cost(i, *simplest[seen]) for i, seen in enumerate(self._sensitivity)]
+        return bare_table(self.job, layout, nodes)
 
     def rows(self, x: Layouts) -> tuple[Rows, Rows, Rows, Rows]:
         """Return the costs of all node kinds under many layouts, one array for each of SEARCHED_COSTS.

@@ -59,8 +59,9 @@ class SegmentSums:
 
     def farthest(self, limit: float | FloatVector) -> Indices:
         """Return, for a stage that begins at each cut point, its farthest end within the limit (at least its start)."""
-        far = self.sums.searchsorted(self.sums + limit, side="right") - 1
-        if self.extra is not None and self.extra_end is not None and self.last is not None:
+        if self.extra is None or self.extra_end is None or self.last is None:
+            far = self.sums.searchsorted(self.sums + limit, side="right") - 1
+        else:
             with_extra = self.sums + self.extra
             near = np.minimum(with_extra.searchsorted(with_extra + limit, side="right") - 1, self.last)
             beyond = self.sums.searchsorted(self.sums + (limit - self.extra_end + self.extra), side="right") - 1
@@ -137,12 +138,21 @@ class ChainBatch:
 
     def farthest(self, limits: FloatVector) -> Indices:
         """Return `SegmentSums.farthest` of each chain, within a limit of its own: [chains, cut points]."""
+        allowed = limits[:, None]
         if self.extra is None or self.extra_end is None or self.last is None:
-            ends = zip(self.sums, self.sums + limits[:, None], strict=True)
-            far = np.array([sums.searchsorted(limit, side="right") for sums, limit in ends]) - 1
-            return np.asarray(np.maximum(far, np.arange(self.size + 1)))
-        rows = zip(self.sums, self.extra, self.extra_end, self.last, limits.tolist(), strict=True)
-        return np.array([SegmentSums(*arrays).farthest(limit) for *arrays, limit in rows])
+            far = _last_up_to(self.sums, self.sums + allowed)
+        else:
+            with_extra = self.sums + self.extra
+            near = np.minimum(_last_up_to(with_extra, with_extra + allowed), self.last)
+            beyond = _last_up_to(self.sums, self.sums + (allowed - self.extra_end + self.extra))
+            far = np.where(near < self.last, near, np.maximum(near, beyond))
+        return np.asarray(np.maximum(far, np.arange(self.size + 1)))
+
+
+def _last_up_to(sums: FloatMatrix, limits: FloatMatrix) -> Indices:
+    """Return the last of each row's ascending sums that is at most each limit of that row: [chains, cut points]."""
+    rows = zip(sums, limits, strict=True)
+    return np.array([each.searchsorted(limit, side="right") for each, limit in rows]) - 1
 
 
 def balance(stages: SegmentSums, count: int, latest: LatestEnds | None = None) -> tuple[int, ...] | None:
