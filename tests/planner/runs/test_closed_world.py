@@ -181,3 +181,24 @@ def test_an_override_of_verl_is_refused_or_named(section: str, form: str) -> Non
     text = (FOLDER / "verl.sh").read_text().rstrip()
     told, read = answer("verl.sh", f"{text} {form.format(section + STRANGE)}\n")
     assert named(told, (*section.split(".")[:-1], STRANGE)), read
+
+
+DEEPSPEED = """cat <<EOT > ds.json
+{{"train_batch_size": 8, "zero_optimization": {{"stage": 2{}}}, "fp16": {{"enabled": true}}{}}}
+EOT
+deepspeed --num_nodes 1 --num_gpus 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 \\
+  --seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 8 --vocab-size 1000 --fp16 \\
+  --no-pipeline-parallel --deepspeed --deepspeed_config ds.json {}
+"""
+
+
+@pytest.mark.parametrize("flag", ["", "--zero-stage 2", "--zero-stage=2"])
+@pytest.mark.parametrize("value", ["7", "true", '{"device": "cpu"}', '{"enabled": true}', "[7]"])
+def test_an_unknown_key_of_a_file_of_deepspeed_is_refused(value: str, flag: str) -> None:
+    key = f', "{STRANGE}": {value}'
+    for inside, beside in ((key, ""), ("", key)):
+        told, read = answer("run.sh", DEEPSPEED.format(inside, beside, flag))
+        assert STRANGE in told and not read
+    off = f', "{STRANGE}": {{"enabled": false, "size": 7}}'
+    assert answer("run.sh", DEEPSPEED.format(off, off, flag)) == answer("run.sh", DEEPSPEED.format("", "", flag))
+    assert "no mapping of JSON" in answer("run.sh", DEEPSPEED.format(", stage", "", flag))[0]

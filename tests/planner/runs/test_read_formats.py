@@ -45,7 +45,7 @@ model:
 
 
 def test_the_stage_of_deepspeed_is_read_from_the_file_that_the_script_makes(tmp_path: Path) -> None:
-    (tmp_path / "template.json").write_text('{"zero_optimization": {"stage": ZERO_STAGE}, "x": SIZE}')
+    (tmp_path / "template.json").write_text('{"zero_optimization": {"stage": ZERO_STAGE}, "steps_per_print": SIZE}')
     text = f"""ZERO=1
 sed "s/ZERO_STAGE/$ZERO/" template.json | sed "s/SIZE/4/" > ds.json
 deepspeed --num_gpus 8 pretrain_gpt.py {MODEL} {BATCH} --fp16 --deepspeed --deepspeed_config ds.json
