@@ -55,8 +55,10 @@ def plan_of() -> Callable[..., Any]:
         from megaloom.planner.contract.workload import Precision, Workload
         from megaloom.planner.hardware.cluster_names import cluster
         from megaloom.planner.search.search import plan
+        from tests.support.models.examples import model_named
 
-        model, ref = find(f"{TEST_MODELS / 'small.py'}:{name}" if name.isidentifier() else name)
+        _, ref = find(f"{TEST_MODELS / 'small.py'}:{name}" if name.isidentifier() else name)
+        model = model_named(ref)
         workload = Workload(seq=seq, batch=batch, precision=Precision(precision))
         fixed = {f.name: getattr(layout, f.name) for f in fields(type(layout))}
         best = plan(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best

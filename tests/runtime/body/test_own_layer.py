@@ -27,6 +27,7 @@ from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
 from tests.support.batches import next_token, random_text, with_mask
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.paths import TEST_MODELS
 
 FILE = TEST_MODELS / "own_layers.py"
@@ -80,7 +81,7 @@ def laid(plan: Plan, layout: Layout) -> Plan:
     (whole,) = plan.stages
     if layout.pp == 1:
         return evolve(plan, layout=layout)
-    cut_points = graph(find(plan.model)[0]).cut_points
+    cut_points = graph(model_named(plan.model)).cut_points
     middle = cut_points[len(cut_points) // 2]
     stages = evolve(whole, stop=middle), evolve(whole, rank=1, start=middle)
     return evolve(plan, layout=layout, stages=stages)
@@ -94,7 +95,7 @@ def curves(plans: list[Plan]) -> list[Curve]:
 
     out = []
     for plan in plans:
-        engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED, lr=1e-4, warmup=0))
+        engine = Engine.build(plan, model_named(plan.model), Recipe(steps=3, seed=SEED, lr=1e-4, warmup=0))
         g = engine.graph
         results = [engine.step(lambda i, k=k, g=g: with_mask(g, sample(k * BATCH + i))) for k in range(2)]
         out.append([(r.loss, r.grad_norm) for r in results])

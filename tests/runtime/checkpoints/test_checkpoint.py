@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -30,6 +29,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.paths import TEST_MODELS, TESTS
 
 ROWS = 12
@@ -390,7 +390,7 @@ def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, f
     from megaloom.runtime.checkpoints import checkpoint
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(steps=10, warmup=3, lr=1e-2))
     outcome = latest(run, fingerprint="1-feed")
     assert bool(outcome) == bool(start)
     if outcome:
@@ -421,7 +421,7 @@ def copied(plan: Plan, run: Path, other: Path) -> None:
     from megaloom.runtime.checkpoints import checkpoint
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe())
+    engine = Engine.build(plan, model_named(plan.model), Recipe())
     result = latest(run, fingerprint="1-feed")
     assert result
     checkpoint.load(engine.state, result)
@@ -461,7 +461,7 @@ def continued(plan: Plan, run: Path) -> list[dict[str, float]]:
     from megaloom.runtime.checkpoints import checkpoint
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(steps=10, warmup=3, lr=1e-2))
     outcome = latest(run, fingerprint=plan.fingerprint)
     assert outcome and not outcome.manifest.has_comparable_fingerprint
     checkpoint.load(engine.state, outcome)

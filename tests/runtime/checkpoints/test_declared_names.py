@@ -24,6 +24,7 @@ from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.weights.safe_pickle import read_metadata
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.parity.rank_pool import process_group
 from tests.support.paths import TEST_MODELS, TESTS
 
@@ -65,7 +66,7 @@ def under_both(cases: list[tuple[Plan, Plan]], folder: Path) -> list[Outcome]:
         run, curves = folder / str(i), []
         for name, plan, start in (("before", before, 0), ("after", after, 2)):
             with process_group(store, f"{name} {i}", rank, 2):
-                short = ShortRun.of(plan, find(plan.model)[0], 4, seed=1)
+                short = ShortRun.of(plan, model_named(plan.model), 4, seed=1)
                 if start:
                     found = latest(run, fingerprint="1-feed")
                     assert found
@@ -133,7 +134,7 @@ def continued(plan: Plan, run: Path) -> tuple[list[dict[str, float]], float]:
     from megaloom.runtime import shard
 
     recipe = Recipe(steps=10, warmup=3, lr=1e-2)
-    engine = shard(find(plan.model)[0], plan, recipe, average=0.9)
+    engine = shard(model_named(plan.model), plan, recipe, average=0.9)
     assert engine.load(run) == 2
     batches = [torch.arange(4 * 17).reshape(4, 17) * (step + 3) % 61 for step in (2, 3)]
     with engine.averaged_weights():

@@ -10,7 +10,6 @@ import torch
 from attrs import evolve
 
 from megaloom.dsl import graph
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
@@ -22,6 +21,7 @@ from megaloom.runtime.weights.views import held
 from tests.runtime.checkpoints.test_declared_names import under_both
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.paths import TEST_MODELS
 
 GRADIENTS, WEIGHTS = Layout(dp=2, shard="gradients"), Layout(dp=2, shard="weights")
@@ -74,7 +74,7 @@ def continued(plan: Plan, folder: Path, steps: int) -> list[tuple[float, float, 
     """On each rank: go on for some steps, and save. Return loss, gradient norm, and the loss of the averages."""
     from megaloom.runtime import shard
 
-    engine, out = shard(find(plan.model)[0], plan, Recipe(steps=10, warmup=0, lr=1e-2), average=0.5), []
+    engine, out = shard(model_named(plan.model), plan, Recipe(steps=10, warmup=0, lr=1e-2), average=0.5), []
     done = engine.load(folder)
     for step in range(done, done + steps):
         batch = torch.arange(8 * 33).reshape(8, 33) * (step + 3) % 61
@@ -111,7 +111,7 @@ def saved(plan: Plan, folder: Path, given: dict[str, torch.Tensor] | None) -> Pa
     from megaloom.runtime import shard
 
     views = None if given is None else {name: held(x) for name, x in given.items()}
-    return shard(find(plan.model)[0], plan, Recipe(), weights=views).save(folder).parent
+    return shard(model_named(plan.model), plan, Recipe(), weights=views).save(folder).parent
 
 
 @pytest.mark.parametrize(("name", "layout"), [("tiny_gpt_oss", EP), ("tiny_llama", GRADIENTS), ("uneven_t5", CP)])
@@ -120,7 +120,7 @@ def test_a_checkpoint_has_the_weights_that_the_run_started_from(
 ) -> None:
     """Initial ones, which each rank has drawn for its rows, and given ones; read as `--from` and `convert` do."""
     plan = plan_of(name, layout)
-    g = graph(find(plan.model)[0])
+    g = graph(model_named(plan.model))
     initial, given = ({n: initial_weight(s, seed).read() for n, s in g.weights.items()} for seed in (Recipe().seed, 99))
     for number, (start, expected) in enumerate([(None, initial), (given, given)]):
         run = launcher.run(saved, (plan, tmp_path / str(number), start), 2, timeout=LIMIT)[0]

@@ -9,7 +9,6 @@ import torch
 from attrs import evolve
 
 from megaloom.dsl import Model, MoE, SwiGLU, graph
-from megaloom.dsl.catalog import find
 from megaloom.examples.qwen3 import qwen3
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
@@ -20,6 +19,7 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.models.small import tiny_deepseek_v3
 
 SEED, BATCH, SEQ = 7, 4, 32
@@ -56,7 +56,7 @@ def trained(plan: Plan) -> list[float]:
     """Return on each rank loss, balancing loss and gradient norm of a step, and the losses of an evaluation."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED, warmup=0))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(steps=3, seed=SEED, warmup=0))
     held_out = engine.evaluate_samples(sample, 3)
     step = engine.step(sample)
     return [step.loss, step.terms["balancing"], step.grad_norm, held_out.loss, held_out.terms["balancing"]]

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from megaloom.dsl import graph
-from megaloom.dsl.catalog import find
 from megaloom.dsl.hf.stored_names import SINGLE
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -23,6 +22,7 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.weights.tensor_folder import open_tensors
 from tests.runtime.megatron.test_held_memory import Held
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 
 WEIGHTS = Layout(dp=4, shard="weights")
 
@@ -65,7 +65,7 @@ def mapped(file: Path) -> tuple[range, ...]:
 def peak(plan: Plan, folder: Path) -> Peak:
     from megaloom.runtime.engine.engine import Engine
 
-    model, recipe = find(plan.model)[0], Recipe(steps=10, warmup=0)
+    model, recipe = model_named(plan.model), Recipe(steps=10, warmup=0)
     weights = open_tensors(folder).tensors
     Engine.build(plan, model, recipe, weights=weights)  # makes what is made once in a process
     files = mapped(folder / SINGLE)
@@ -83,7 +83,7 @@ def peak(plan: Plan, folder: Path) -> Peak:
 
 def test_no_rank_holds_more_than_its_shards_and_one_unit(plan_of: Callable[..., Plan], tmp_path: Path) -> None:
     plan = plan_of("deep_llama", WEIGHTS)
-    slots = graph(find(plan.model)[0]).weights
+    slots = graph(model_named(plan.model)).weights
     save_file({name: initial_weight(slot, 1).read() for name, slot in slots.items()}, tmp_path / SINGLE)
     for rank in launcher.run(peak, (plan, tmp_path), 4, timeout=LIMIT):
         assert rank.shards == rank.whole / 4

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
 FSDP = Layout(dp=2, shard="weights")
@@ -26,7 +26,7 @@ def curve(plan: Plan, evaluating: bool) -> list[float]:
     """On each rank: the losses of three steps, maybe with an evaluation before each."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    engine = Engine.build(plan, model_named(plan.model), RECIPE)
     losses = []
     for step in range(3):
         if evaluating:
@@ -53,7 +53,7 @@ def masks(plan: Plan) -> tuple[tuple[int, ...], list[bytes]]:
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.modules.layers import HiddenDropout
 
-    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    engine = Engine.build(plan, model_named(plan.model), RECIPE)
     dropout_masks: list[bytes] = []
     for stage in engine.model_chunks:
         for module in stage.modules():
@@ -86,7 +86,7 @@ def padding(plan: Plan) -> list[float]:
     """On each rank: the greatest element of each table's last row, after three steps."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    engine = Engine.build(plan, model_named(plan.model), RECIPE)
     for _ in range(3):
         engine.step(sample)
     tables = [p for name, p in engine.model_chunks[0].named_parameters() if "embed_0" in name]

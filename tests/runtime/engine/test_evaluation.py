@@ -6,13 +6,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 COUNTS = (1, 3, 4, 5, 11)  # of samples; a global batch has 4
@@ -34,7 +34,7 @@ def evaluated(plan: Plan, counts: tuple[int, ...], alone: bool = False) -> list[
     """On each rank: loss and tokens of the first samples, for each count; `alone` evaluates sample by sample."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe())
+    engine = Engine.build(plan, model_named(plan.model), Recipe())
     if alone:
         return [
             (r.loss, r.tokens)

@@ -8,7 +8,6 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl import Model, graph
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -18,6 +17,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron.weight_shards import own_values
 from megaloom.runtime.modules.initial_weights import initial_weight
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.parity.layouts import Results, under_layouts
 from tests.support.paths import TEST_MODELS
 
@@ -87,7 +87,7 @@ class Student:
 
 def beside(plans: Plans) -> dict[str, Any]:
     """On each rank: losses of steps, tensors of both frozen models, and what their parameters are."""
-    student, larger = find(plans.student.model)[0], find(plans.teacher.model)[0]
+    student, larger = model_named(plans.student.model), model_named(plans.teacher.model)
     engine = shard(student, plans.student, RECIPE, steps=Student())
     reference = FrozenModel.of(engine)
     teacher = shard_frozen(larger, plans.teacher, weights_of(larger))
@@ -162,7 +162,7 @@ REFUSED: dict[str, Any] = {
 
 def refusals(plans: Plans) -> dict[str, str]:
     """On each rank: the messages of batches and functions that are refused, and of steps without pairs."""
-    model = find(plans.teacher.model)[0]
+    model = model_named(plans.teacher.model)
     with pytest.raises(UserError, match="all weights of frozen-llama are frozen, so there is nothing to train\n"):
         shard(model, plans.teacher, RECIPE)
     teacher, out = shard_frozen(model, plans.teacher, weights_of(model)), {}
@@ -171,7 +171,7 @@ def refusals(plans: Plans) -> dict[str, str]:
         with pytest.raises(UserError) as raised:
             teacher.extend(None if name == "no batch" and teacher.groups.dp_rank else batch(own), function)
         out[name] = str(raised.value)
-    engine = shard(find(plans.student.model)[0], plans.student, RECIPE, steps=Empty())
+    engine = shard(model_named(plans.student.model), plans.student, RECIPE, steps=Empty())
     for name, call in {"step": engine.step, "evaluate": lambda batch: engine.evaluate([batch], micro_batch=4)}.items():
         with pytest.raises(UserError) as raised:
             call(own)
@@ -198,7 +198,7 @@ class Asking(Empty):
 
 
 def asked(plan: Plan) -> None:
-    model = find(plan.model)[0]
+    model = model_named(plan.model)
     teacher = shard_frozen(model, plan, weights_of(model))
     shard(model, plan, RECIPE, steps=Asking(teacher)).step(rows(0))
 

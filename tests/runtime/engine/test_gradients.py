@@ -17,6 +17,7 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.paths import TEST_MODELS
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def run(plan: Plan, *, asks: bool) -> tuple[dict[str, WeightGradient] | None, li
     """Return on each rank the gradients of the first batch, if asked for, and the losses of two steps after that."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    engine = Engine.build(plan, model_named(plan.model), RECIPE)
     gradients = engine.gradients(sample) if asks else None
     return gradients, [engine.step(lambda i, k=k: sample(4 * k + i)).loss for k in range(2)]
 

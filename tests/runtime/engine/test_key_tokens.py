@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaloom.dsl.catalog import find
 from megaloom.examples.scripts.key_tokens import KEY_TOKENS, KeyTokenSteps
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard
+from tests.support.models.examples import model_named
 from tests.support.parity.layouts import Results, under_layouts
 from tests.support.paths import ROOT
 
@@ -45,7 +45,7 @@ def by_torch(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def losses(plan: Plan) -> list[float]:
     """On each rank: loss and gradient norm of two steps; in one process, the loss of plain torch before the first."""
-    declared, layout = find(plan.model)[0], plan.layout
+    declared, layout = model_named(plan.model), plan.layout
     steps = KeyTokenSteps(alpha=ALPHA) if declared.name == "decoder" else None
     engine = shard(declared, plan, Recipe(steps=10, lr=1e-2, warmup=0), steps=steps)
     share = BATCH // layout.dp

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
@@ -18,6 +17,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.run import train
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.models.pointer import POSITIONS
 from tests.support.parity.layouts import under_layouts
 from tests.support.paths import ROOT, TEST_MODELS
@@ -48,7 +48,7 @@ def terms(plan: Plan) -> list[dict[str, float]]:
     """Return on each rank the loss and its terms, of a step and of an evaluation."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(warmup=0))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(warmup=0))
     sample = lambda i: next_token(random_text(i, 250, 32))  # noqa: E731
     held_out = engine.evaluate_samples(sample, 4)
     step = engine.step(sample)
@@ -60,7 +60,7 @@ def held_out_losses(plan: Plan) -> tuple[float, float]:
     """Return the losses of two evaluations, by the validation step and by the test step."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(warmup=0), Scaled())
+    engine = Engine.build(plan, model_named(plan.model), Recipe(warmup=0), Scaled())
     sample = lambda i: next_token(random_text(i, 127, 32))  # noqa: E731
     batch = {name: x[None] for name, x in sample(0).items()}
     return engine.evaluate([batch]).loss, engine.evaluate([batch], step="test").loss
@@ -78,7 +78,7 @@ def pointed(plan: Plan) -> list[float]:
     """Return losses and gradient norms of steps on a cross-entropy over the positions of a source."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(lr=1e-2, warmup=0))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(lr=1e-2, warmup=0))
     results = []
     for step in range(2):
         g = torch.Generator().manual_seed(step)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
@@ -17,6 +16,7 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.paths import TEST_MODELS
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
@@ -51,7 +51,7 @@ def curve(plan: Plan) -> tuple[list[float], bool]:
     from megaloom.runtime.engine.engine import Engine
 
     recipe = evolve(RECIPE, ddp_bucket_size=PIECE) if plan.layout.has_overlap(Overlap.GRADIENTS) else RECIPE
-    engine = Engine.build(plan, find(plan.model)[0], recipe)
+    engine = Engine.build(plan, model_named(plan.model), recipe)
     first, *others = [[len(b.buckets) for b in chunk.buffers] for chunk in engine.state.chunks]
     divided = plan.layout.has_overlap(Overlap.GRADIENTS) and engine.groups.pp_rank == 0
     assert (sum(first) > 2) is divided
@@ -86,7 +86,7 @@ def wrapped(plan: Plan) -> set[str]:
 
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    engine = Engine.build(plan, model_named(plan.model), RECIPE)
     (chunk,) = engine.state.chunks
     assert type(chunk) is DistributedDataParallel and chunk.module is engine.model_chunks[0]
     assert chunk.config is engine.model_chunks[0].config and chunk.dp_cp_group.size() == plan.layout.dp

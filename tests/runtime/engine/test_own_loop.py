@@ -9,7 +9,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -17,6 +16,7 @@ from megaloom.runtime import Recipe, shard
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
@@ -40,7 +40,7 @@ def looped(plan: Plan, folder: Path) -> dict[str, Any]:
     """On each rank: two steps of the user's loop, an evaluation of uneven batches, logits, and a step after a load."""
     from megatron.core import parallel_state
 
-    engine = shard(find(plan.model)[0], plan, RECIPE)
+    engine = shard(model_named(plan.model), plan, RECIPE)
     dp_rank = engine.groups.dp_rank
     losses = [engine.step(own(plan, dp_rank, step)).loss for step in (0, 1)]
     logits = engine.logits(next_token(TOKENS[:3]))
@@ -76,7 +76,7 @@ def test_a_loop_computes_what_one_process_computes(case: str, plan_of: Any, tmp_
 
 def messages(plan: Plan) -> list[str]:
     """On each rank: the messages of batches that are refused."""
-    engine = shard(find(plan.model)[0], plan, RECIPE)
+    engine = shard(model_named(plan.model), plan, RECIPE)
     batches: list[Any] = [
         TOKENS[:4, :-1],
         TOKENS[:4],
@@ -113,7 +113,7 @@ def test_wrong_batches_are_refused(plan_of: Any) -> None:
 
 def moved(plan: Plan) -> tuple[dict[str, torch.dtype], set[str]]:
     """Return the element types and kinds of devices of a batch of an engine in bf16, where ranks compute on meta."""
-    engine = shard(find(plan.model)[0], plan, RECIPE)
+    engine = shard(model_named(plan.model), plan, RECIPE)
     batch = {"image": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2, dtype=torch.long)}
     with mock.patch("megaloom.runtime.megatron.device.current", return_value=torch.device("meta")):
         found = engine.pipeline._on_device(batch)
@@ -129,7 +129,7 @@ def test_a_batch_moves_to_the_device_of_its_rank(plan_of: Any) -> None:
 
 def wrong_world(plan: Plan) -> str:
     with pytest.raises(UserError) as raised:
-        shard(find(plan.model)[0], plan, RECIPE)
+        shard(model_named(plan.model), plan, RECIPE)
     return str(raised.value)
 
 

@@ -8,13 +8,13 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard, token_log_probs
 from megaloom.runtime.engine.own_sums import StepSums, check_names
 from megaloom.runtime.megatron.process_groups import create_process_groups
+from tests.support.models.examples import model_named
 from tests.support.parity.layouts import Results, under_layouts
 from tests.support.paths import TEST_MODELS
 
@@ -128,7 +128,7 @@ def losses_of(plan: Plan) -> dict[str, list[float]]:
     for name in OBJECTIVES:
         if name == "key_tokens_by_megatron" and plan.layout.cp > 1:
             continue
-        engine = shard(find(plan.model)[0], plan, RECIPE, steps=Objective(name))
+        engine = shard(model_named(plan.model), plan, RECIPE, steps=Objective(name))
         dp_rank, size = engine.groups.dp_rank, BATCH // plan.layout.dp
         own = [{k: x[dp_rank * size :][:size] for k, x in rows(step).items()} for step in range(STEPS)]
         steps = [engine.step(batch) for batch in own]
@@ -222,16 +222,16 @@ def refusals(plan: Plan) -> dict[str, str]:
     out = {}
     batch = rows(0)
     for name, sums in REFUSED.items():
-        engine = shard(find(plan.model)[0], plan, RECIPE, steps=Returning(sums))
+        engine = shard(model_named(plan.model), plan, RECIPE, steps=Returning(sums))
         try:
             engine.step(batch)
             out[name] = ""
         except UserError as error:
             out[name] = str(error)
-    of_pairs = shard(find(plan.model)[0], plan, RECIPE, steps=Objective("preferences"))
+    of_pairs = shard(model_named(plan.model), plan, RECIPE, steps=Objective("preferences"))
     with pytest.raises(UserError, match=r"nothing was evaluated: the weight_sum of all calls of .*_step is 0"):
         of_pairs.evaluate([batch])
-    engine = shard(find(plan.model)[0], plan, RECIPE)
+    engine = shard(model_named(plan.model), plan, RECIPE)
     with pytest.raises(UserError) as raised:
         engine.step(batch)
     return {**out, "extra": str(raised.value)}
@@ -301,7 +301,7 @@ def test_a_step_reports_the_same_names_for_each_micro_batch() -> None:
 
 def two_engines(plan: Plan) -> tuple[list[float], list[float], str]:
     """On each rank: losses of an engine alone, and beside another; and the refusal of one of another mesh."""
-    model, batch = find(plan.model)[0], rows(0)
+    model, batch = model_named(plan.model), rows(0)
     batch.pop("reference")
     share = BATCH // plan.layout.dp
     own = {k: x[:share] for k, x in batch.items()}

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megaloom.dsl import Graph, Model, graph, packed
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
@@ -17,6 +16,7 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.limits import LIMIT
 from tests.support.models import small
+from tests.support.models.examples import model_named
 
 SEED, BATCH, SEQ = 7, 4, 32
 ENDS = ((9, 32), (1, 17, 32), (32,), (5, 6, 20, 32))  # of the documents of each sequence
@@ -81,7 +81,7 @@ def trained(plan: Plan) -> tuple[float, dict[str, torch.Tensor] | None]:
     """Return on each rank the loss of the first step, and on rank 0 the gradient of each weight."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED, warmup=0))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(steps=3, seed=SEED, warmup=0))
     batch = batch_of(engine.graph)
 
     def sample(i: int) -> dict[str, torch.Tensor]:

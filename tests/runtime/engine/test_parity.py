@@ -20,6 +20,7 @@ from megaloom.runtime.cli.report import comparison_report
 from megaloom.runtime.megatron import device
 from megaloom.runtime.training import verify
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.parity.broken_collectives import BROKEN
 from tests.support.parity.families import trained_families
 from tests.support.parity.family_table import SMALL_LOAD, mixed_case_of
@@ -229,7 +230,7 @@ def test_bf16_computes_the_same_but_for_rounding(plan_of: Any, measured: Any) ->
 def test_uneven_stages_compute_what_one_process_computes(plan_of: Any, measured: Any) -> None:
     """One stage holds the embedding alone, another cuts a block between attention and MLP."""
     plan = plan_of("deep_llama", Layout(pp=4))
-    cuts = graph(find(plan.model)[0]).cut_points
+    cuts = graph(model_named(plan.model)).cut_points
     uneven = plan_of("deep_llama", Layout(pp=4), cuts=(cuts[0], cuts[5], cuts[11]))
     sizes = [s.stop - s.start for s in uneven.stages]
     assert len(set(sizes)) == 4

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard
 from megaloom.runtime.engine.shared_batches import COMPARED_EVERY, COMPARED_FIRST, RepeatedRows
 from tests.support.batches import next_token, random_text
+from tests.support.models.examples import model_named
 from tests.support.parity.layouts import Results, under_layouts
 
 BATCH, SEQ = 4, 32
@@ -72,7 +72,7 @@ def loop(plan: Plan) -> dict[str, Any]:
     out: dict[str, Any] = {}
     groups = None
     for given in ("all", "None", "{}"):
-        engine = shard(find(plan.model)[0], plan, RECIPE)
+        engine = shard(model_named(plan.model), plan, RECIPE)
         groups = engine.groups
         others = {"all": True, "None": None, "{}": {}}[given]
 
@@ -100,7 +100,7 @@ def loop(plan: Plan) -> dict[str, Any]:
 
 def repeated(plan: Plan) -> list[list[str]]:
     """On each rank: the warnings of three steps, of which the last two have equal rows on all data-parallel ranks."""
-    engine = shard(find(plan.model)[0], plan, RECIPE)
+    engine = shard(model_named(plan.model), plan, RECIPE)
     share = BATCH // plan.layout.dp
     other, equal = rows(0, engine.groups.dp_rank, plan.layout.dp), rows(0, 0, plan.layout.dp)
     assert len(equal["tokens"]) == share

@@ -8,7 +8,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.capability import ADDED_GRADIENTS
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -16,6 +15,7 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 
 LAYOUTS = {
     "tied table, biases": ("tiny_gpt", Layout()),
@@ -44,7 +44,7 @@ def gradients(plan: Plan, fused: bool) -> tuple[dict[str, torch.Tensor], int]:
     assert ADDED_GRADIENTS not in here.backends  # on a CPU
     backends = (*here.backends, ADDED_GRADIENTS) if fused else here.backends
     environment.current_environment = lambda: evolve(here, backends=backends)
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=2))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(steps=2))
     found = engine.gradients(lambda i: next_token(random_text(i, 127, 32)))
     return {name: g.value for name, g in (found or {}).items()}, calls
 

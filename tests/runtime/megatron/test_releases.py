@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -24,6 +23,7 @@ from megatron.core.tensor_parallel import random  # noqa: E402
 
 from megaloom.runtime.megatron import build_context, releases  # noqa: E402
 from megaloom.runtime.modules import layers, permutation  # noqa: E402
+from tests.support.models.examples import model_named  # noqa: E402
 
 RECOMPUTED = Layout(recompute=Recompute.SELECTIVE, recompute_modules=("layernorm",))
 OLD = releases.INSTALLED < (0, 17)
@@ -102,7 +102,7 @@ def gathers(plan: Plan) -> dict[str, bool]:
     from megaloom.runtime import Recipe
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=1))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(steps=1))
     (chunk,) = engine.state.chunks
     called = {"start_param_sync": False, "_start_bucket_group_param_sync": False}
     for name in called:
@@ -139,7 +139,7 @@ def outcome(plan: Plan, bypass: Callable[[pytest.MonkeyPatch], None]) -> str:
         warnings.filterwarnings("error", "cuda_graph_scope|full scope")
         bypass(patch)
         try:
-            engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=1))
+            engine = Engine.build(plan, model_named(plan.model), Recipe(steps=1))
             engine.step(lambda i: next_token(random_text(i, 127, 32)))
         except Exception as error:
             return f"{type(error).__name__}: {error}"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megaloom.dsl import UserError, graph
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import OverlapSet, Recompute, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -32,6 +31,7 @@ from megaloom.runtime.metrics.monitoring import Monitoring
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.training.run import train
 from megaloom.runtime.training.training_run import Summary
+from tests.support.models.examples import model_named
 from tests.support.paths import ROOT
 
 LAYOUT = Layout(
@@ -67,7 +67,7 @@ def slices(trace: MeasuredTrace, rank: int, category: str) -> list[dict[str, Any
 
 def test_each_rank_runs_the_passes_of_the_schedule(trace: MeasuredTrace, profiled: tuple[Path, Plan, Summary]) -> None:
     plan = profiled[1]
-    g = graph(find(plan.model)[0])
+    g = graph(model_named(plan.model))
     predicted = [e for e in json.loads(trace_json(plan, replay(plan, g), g))["traceEvents"] if e["ph"] == "X"]
     for rank, pipeline_rank in enumerate(trace.about["pipeline_ranks"]):
         ours = [(e["name"], e["args"]) for e in slices(trace, rank, "step") if "stage" in e["args"]]
@@ -91,7 +91,7 @@ def test_units_of_a_rank_do_not_overlap(trace: MeasuredTrace) -> None:
 def test_each_node_runs_inside_its_passes(trace: MeasuredTrace, profiled: tuple[Path, Plan, Summary]) -> None:
     """Forward and backward for each micro-batch of its stage; those of the first block are recomputed."""
     plan = profiled[1]
-    g = graph(find(plan.model)[0])
+    g = graph(model_named(plan.model))
     first_blocks = {next(n.block for n in g.nodes[s.start : s.stop] if n.block is not None) for s in plan.stages}
     for rank, pipeline_rank in enumerate(trace.about["pipeline_ranks"]):
         nodes = slices(trace, rank, "node")
@@ -113,7 +113,7 @@ def test_seconds_add_up_and_have_the_predictions_parts(
     trace: MeasuredTrace, profiled: tuple[Path, Plan, Summary]
 ) -> None:
     plan = profiled[1]
-    g = graph(find(plan.model)[0])
+    g = graph(model_named(plan.model))
     priced = replay(plan, g)
     measured, predicted = seconds_of_trace(trace), seconds_of_plan(plan, priced, g)
     for one in (measured, predicted):
@@ -134,7 +134,7 @@ def test_seconds_add_up_and_have_the_predictions_parts(
 
 def test_both_steps_are_in_one_file(trace: MeasuredTrace, profiled: tuple[Path, Plan, Summary]) -> None:
     plan = profiled[1]
-    g = graph(find(plan.model)[0])
+    g = graph(model_named(plan.model))
     merged = json.loads(with_prediction(trace, plan, replay(plan, g), g))
     names = {e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "process_name"}
     assert names == {

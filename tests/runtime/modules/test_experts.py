@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -16,6 +15,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.training import verify
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.stacked_experts import stack_experts
 
 MIXTRAL = "tiny_mixtral"
@@ -56,7 +56,7 @@ def outcome(plan: Plan, stacked: bool) -> tuple[verify.Curve, dict[str, torch.Te
     if stacked:
         stack_experts()
     curve = verify.short_run(plan, 3, 1234)
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=2))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(steps=2))
     found = engine.gradients(lambda i: next_token(random_text(i, 61, 32)))
     names = [name for chunk in engine.model_chunks for name, _ in chunk.named_parameters() if ".experts." in name]
     return curve, {name: g.value for name, g in (found or {}).items()}, names, waits

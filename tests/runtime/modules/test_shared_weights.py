@@ -21,6 +21,7 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 from megaloom.runtime.training.verify import EPS
 from tests.support.batches import random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.paths import TEST_MODELS
 
 MODELS = TEST_MODELS / "shared_weights.py"
@@ -64,7 +65,7 @@ def trained(plans: dict[str, Plan]) -> dict[str, Any]:
 
     out = {}
     for case, plan in plans.items():
-        engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+        engine = Engine.build(plan, model_named(plan.model), RECIPE)
         first, gradients = engine.step_with_gradients(lambda i, plan=plan: sample_of(plan, i))  # type: ignore[misc]
         steps = [
             first,

@@ -7,7 +7,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.layout import Layout
@@ -19,6 +18,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.evaluation import evaluate_run
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.paths import TEST_MODELS
 
 TP2 = Layout(tp=2, sequence_parallel=True)
@@ -34,7 +34,7 @@ def held_out(i: int) -> dict[str, torch.Tensor]:
 
 def averaged(plan: Plan, folder: Path, start: int, decay: float | None = DECAY) -> list[tuple[float, float, float]]:
     """On each rank: for steps `start` to 3, the loss, and that of an evaluation with and without averages."""
-    engine = shard(find(plan.model)[0], plan, RECIPE, average=decay)
+    engine = shard(model_named(plan.model), plan, RECIPE, average=decay)
     assert engine.load(folder) == start
     rows = []
     for step in range(start, 4):
@@ -49,7 +49,7 @@ def averaged(plan: Plan, folder: Path, start: int, decay: float | None = DECAY) 
 
 def by_definition(plan: Plan) -> list[tuple[float, float, float]]:
     """On one rank: the same, with averages of the parameters computed here."""
-    engine = shard(find(plan.model)[0], plan, RECIPE)
+    engine = shard(model_named(plan.model), plan, RECIPE)
     weights = list(engine.model_chunks[0].parameters())
     averages = [w.detach().clone() for w in weights]
     rows = []
@@ -101,7 +101,7 @@ def test_bf16_averages_are_fp32(plan_of: Any, tmp_path: Path) -> None:
 
 def evaluated(plan: Plan, folder: Path) -> float:
     """On one rank: the loss with the averaged weights of a checkpoint."""
-    model, checkpoint = find(plan.model)[0], newest_intact(folder, fingerprint=plan.fingerprint)
+    model, checkpoint = model_named(plan.model), newest_intact(folder, fingerprint=plan.fingerprint)
     assert checkpoint
     weights = checkpoint_weights(graph(model), checkpoint, averaged=True)
     return shard(model, plan, RECIPE, weights=weights).evaluate_samples(held_out, 4).loss
@@ -114,21 +114,21 @@ def test_commands_use_the_averages_of_a_checkpoint(plan_of: Any, tmp_path: Path)
     assert loss == pytest.approx(rows[1][1], abs=2e-5)
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 9)
-    save_run(tmp_path, plan, find(plan.model)[0], RECIPE)
+    save_run(tmp_path, plan, model_named(plan.model), RECIPE)
     losses = [evaluate_run(tmp_path, [str(text)], averaged=x).losses[0].result.loss for x in (True, False)]
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
 def started(plan: Plan, folder: Path) -> bool:
     """On each rank: save without averages."""
-    plain = shard(find(plan.model)[0], plan, RECIPE)
+    plain = shard(model_named(plan.model), plan, RECIPE)
     plain.step(next_token(TOKENS[:4]))
     plain.save(folder)
     return True
 
 
 def continued(plan: Plan, folder: Path) -> tuple[float, float]:
-    engine = shard(find(plan.model)[0], plan, RECIPE, average=DECAY)
+    engine = shard(model_named(plan.model), plan, RECIPE, average=DECAY)
     assert engine.load(folder) == 1
     with engine.averaged_weights():
         average = engine.evaluate([TOKENS[:4]]).loss
@@ -138,7 +138,7 @@ def continued(plan: Plan, folder: Path) -> tuple[float, float]:
 def test_averages_start_at_the_weights_of_a_checkpoint_without_them(plan_of: Any, tmp_path: Path) -> None:
     plan = plan_of("tiny_llama", TP2)
     launcher.run(started, (plan, tmp_path), 2, timeout=LIMIT)
-    save_run(tmp_path, plan, find(plan.model)[0], RECIPE)
+    save_run(tmp_path, plan, model_named(plan.model), RECIPE)
     for use in (evaluate_run, generate):
         with pytest.raises(UserError, match=r"step-000001 has no averaged weights\nomit --averaged"):
             use(tmp_path, ["text"], averaged=True)
@@ -148,7 +148,7 @@ def test_averages_start_at_the_weights_of_a_checkpoint_without_them(plan_of: Any
 
 def refused(plan: Plan) -> str:
     with pytest.raises(UserError) as raised:
-        shard(find(plan.model)[0], plan, RECIPE).averaged_weights()
+        shard(model_named(plan.model), plan, RECIPE).averaged_weights()
     return str(raised.value)
 
 

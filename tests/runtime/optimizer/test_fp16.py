@@ -7,7 +7,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
@@ -15,6 +14,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.training import verify
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 DIVIDED = Layout(dp=2, shard="optimizer")
@@ -35,7 +35,7 @@ def curve(plan: Plan, recipe: Recipe, steps: int, folder: Path | None = None) ->
     from megaloom.runtime.checkpoints.manifest import Manifest
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], recipe)
+    engine = Engine.build(plan, model_named(plan.model), recipe)
     if found := folder and latest(folder, fingerprint=plan.fingerprint):
         checkpoint.load(engine.state, found)
     results = [engine.step(sample) for _ in range(steps)]
@@ -108,7 +108,7 @@ def refused(plan: Plan, recipe: Recipe) -> str:
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.optimizer.weight_update import NonFiniteError
 
-    engine = Engine.build(plan, find(plan.model)[0], recipe)
+    engine = Engine.build(plan, model_named(plan.model), recipe)
     assert engine.step(sample).skipped
     with pytest.raises(NonFiniteError) as raised:
         engine.step(sample)
@@ -131,7 +131,7 @@ def learning_rates(plan: Plan, recipe: Recipe, folder: Path) -> list[tuple[float
     """On each rank: train five steps from the last checkpoint, and save. Return rates and skipped steps."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], recipe)
+    engine = Engine.build(plan, model_named(plan.model), recipe)
     engine.load(folder)
     results = [engine.step(sample) for _ in range(5)]
     engine.save(folder)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import GradReduce
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -17,6 +16,7 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
 TYPES = {GradReduce.FP32: torch.float32, GradReduce.BF16: torch.bfloat16}
@@ -36,7 +36,7 @@ def curves(plan: Plan, folder: str) -> dict[GradReduce, tuple[list[float], int, 
     engines, out = {}, {}
     for grad_reduce in GradReduce:
         made = evolve(plan, layout=evolve(plan.layout, grad_reduce=grad_reduce))
-        engine = engines[grad_reduce] = Engine.build(made, find(plan.model)[0], RECIPE)
+        engine = engines[grad_reduce] = Engine.build(made, model_named(plan.model), RECIPE)
         buffers = [b.grad_data for chunk in engine.state.chunks for b in chunk.buffers]
         steps = [engine.step(lambda i, step=step: sample(4 * step + i)) for step in range(2)]
         engine.save(Path(folder) / str(grad_reduce))

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
 TP2 = Layout(tp=2, sequence_parallel=True)
@@ -62,7 +62,7 @@ def failed(plan: Plan, kind: str, node: str, parameter: str, rank: int) -> tuple
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.optimizer.weight_update import NonFiniteError
 
-    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    engine = Engine.build(plan, model_named(plan.model), RECIPE)
     engine.step(sample)
     if dist.get_rank() == rank:
         poison(engine, kind, node, parameter)
@@ -118,7 +118,7 @@ def test_what_is_not_finite_is_named_and_nothing_moves(case: str, plan_of: Any) 
     plan = plan_of(name, layout)
     from megaloom.dsl import graph
 
-    nodes = [n for n in graph(find(plan.model)[0]).nodes if layer in n.name.split(".")[0]]
+    nodes = [n for n in graph(model_named(plan.model)).nodes if layer in n.name.split(".")[0]]
     node = nodes[-1].name
     results = launcher.run(failed, (plan, kind, node, parameter, rank), layout.world, timeout=LIMIT)
     named = {
@@ -140,7 +140,7 @@ def skipping(plan: Plan, folder: Path, start: int) -> tuple[list[float], list[bo
     from megaloom.runtime.checkpoints.manifest import Manifest
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], evolve(RECIPE, skip_non_finite=1))
+    engine = Engine.build(plan, model_named(plan.model), evolve(RECIPE, skip_non_finite=1))
     if start:
         found = latest(folder, fingerprint=plan.fingerprint)
         assert found
@@ -179,7 +179,7 @@ def twice(plan: Plan) -> str:
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.optimizer.weight_update import NonFiniteError
 
-    engine = Engine.build(plan, find(plan.model)[0], evolve(RECIPE, skip_non_finite=1))
+    engine = Engine.build(plan, model_named(plan.model), evolve(RECIPE, skip_non_finite=1))
     poison(engine, "weight", "swiglu.0", "linear_fc1.weight")
     assert engine.step(sample).skipped
     with pytest.raises(NonFiniteError) as raised:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -14,6 +13,7 @@ from megaloom.runtime import ParameterGroup, Recipe, shard
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.paths import TEST_MODELS
 
 TP2 = Layout(tp=2, sequence_parallel=True, vocab_multiple=1)  # each rank has rows of tokens, which change
@@ -33,7 +33,7 @@ def trained(plan: Plan, groups: tuple[ParameterGroup, ...]) -> dict[str, Any]:
     from megaloom.runtime.megatron.weight_shards import own_values
     from megaloom.runtime.optimizer.parameter_groups import named_parameters
 
-    engine = shard(find(plan.model)[0], plan, RECIPE, parameter_groups=groups)
+    engine = shard(model_named(plan.model), plan, RECIPE, parameter_groups=groups)
     before = {names: own_values(p).detach().clone() for names, p in named_parameters(engine.model_chunks)}
     results = [engine.step(lambda i, k=k: next_token(TOKENS[4 * k + i])) for k in range(3)]  # type: ignore[misc]
     parameters = list(named_parameters(engine.model_chunks))
@@ -82,7 +82,7 @@ def test_a_tied_table_has_one_group(name: str, layout: Layout, plan_of: Any) -> 
 
 def refused(plan: Plan, groups: tuple[ParameterGroup, ...]) -> str:
     with pytest.raises(UserError) as raised:
-        shard(find(plan.model)[0], plan, RECIPE, parameter_groups=groups)
+        shard(model_named(plan.model), plan, RECIPE, parameter_groups=groups)
     return str(raised.value)
 
 
@@ -111,5 +111,5 @@ def grouped(plan: Plan, groups: tuple[ParameterGroup, ...]) -> set[str]:
     """On each rank: the weights in the first group."""
     from megaloom.runtime.optimizer.parameter_groups import named_parameters
 
-    engine = shard(find(plan.model)[0], plan, RECIPE, parameter_groups=groups)
+    engine = shard(model_named(plan.model), plan, RECIPE, parameter_groups=groups)
     return {name for names, p in named_parameters(engine.model_chunks) if p.parameter_group == 0 for name in names}

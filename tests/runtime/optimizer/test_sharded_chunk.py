@@ -29,12 +29,12 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import Reshard, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from tests.support.batches import next_token, random_text
+from tests.support.models.examples import model_named
 from tests.support.parity.layouts import under_layouts
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
@@ -177,7 +177,7 @@ def run(plan: Plan) -> Found:
     from megaloom.runtime.engine.engine import Engine
 
     before = held()
-    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    engine = Engine.build(plan, model_named(plan.model), RECIPE)
     engine.step(sample)
     with counted() as collectives:
         engine.step(sample)

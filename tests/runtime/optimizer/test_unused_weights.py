@@ -28,13 +28,13 @@ from megaloom.dsl import (
     weight,
     weighted_sum,
 )
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard
 from megaloom.runtime.optimizer.unused_weights import REDUCES_UNUSED, check_outputs
 from tests.support.batches import next_token, random_text
+from tests.support.models.examples import model_named
 from tests.support.parity.layouts import under_layouts
 from tests.support.paths import TEST_MODELS
 
@@ -77,7 +77,7 @@ class OneOutput:
 
 def curve(plan: Plan) -> list[tuple[float, float]]:
     """On each rank: loss and gradient norm of three steps. In the first two, ranks read different outputs."""
-    trained, rank = find(plan.model)[0], torch.distributed.get_rank()
+    trained, rank = model_named(plan.model), torch.distributed.get_rank()
     first, last = graph(trained).predictions
     step, has_mask = OneOutput(first), "mask" in graph(trained).index
     engine, out = shard(trained, plan, Recipe(steps=10, lr=1e-2, warmup=0), steps=step), []

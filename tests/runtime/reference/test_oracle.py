@@ -6,7 +6,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -14,6 +13,7 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.parity.oracle import Oracle, stacked
 from tests.support.paths import TEST_MODELS
 
@@ -29,7 +29,7 @@ def sample(i: int) -> dict[str, torch.Tensor]:
 
 def declared(plan: Plan) -> tuple[list[float], list[float]]:
     """Losses by the layers' own mathematics, and norms of the gradients, balancing losses included."""
-    oracle = Oracle.of(find(plan.model)[0], RECIPE)
+    oracle = Oracle.of(model_named(plan.model), RECIPE)
     steps = [oracle.step(stacked(sample, range(k * BATCH, (k + 1) * BATCH))) for k in range(RECIPE.steps)]
     return [s.loss for s in steps], [s.grad_norm for s in steps]
 
@@ -38,7 +38,7 @@ def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
     """On each rank: the loss of the first batch before training on it, then losses and norms of the gradients."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    engine = Engine.build(plan, model_named(plan.model), RECIPE)
     before = engine.evaluate_samples(sample, BATCH).loss
     results = [engine.step(lambda i, k=k: sample(k * BATCH + i)) for k in range(RECIPE.steps)]
     return before, [r.loss for r in results], [r.grad_norm for r in results]

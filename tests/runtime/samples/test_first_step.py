@@ -22,6 +22,7 @@ from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.weights.hugging_face_weights import open_folder
 from tests.support.first_step import check_first_step
+from tests.support.models.examples import model_named
 from tests.support.models.hugging_face import built
 from tests.support.parity.hf_oracle import WITHOUT_DROPOUT, gradients_of
 from tests.support.parity.layouts import Results, under_layouts
@@ -62,7 +63,7 @@ def batch_of(model: Model) -> dict[str, Tensor]:
 
 def first_step(plan: Plan) -> tuple[float, dict[str, Tensor]]:
     """Return the loss of the first step from a folder, and its gradients."""
-    model = find(plan.model)[0]
+    model = model_named(plan.model)
     engine = shard(model, plan, RECIPE, weights=open_folder(Path(plan.model).parent).of(model))
     batch = batch_of(model)
     gradients = engine.gradients(batch)

@@ -38,6 +38,7 @@ from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.training.run_data import check_labels
 from megaloom.runtime.weights.hugging_face_weights import open_folder
 from tests.support.first_step import check_first_step
+from tests.support.models.examples import model_named
 from tests.support.models.hugging_face import built
 from tests.support.parity.hf_oracle import WITHOUT_DROPOUT, gradients_of
 from tests.support.parity.layouts import Results, under_layouts
@@ -222,7 +223,7 @@ def load_ids(tok: Any) -> TokenIds:
 
 def first_step(plan: Plan) -> tuple[float, dict[str, Tensor], EvaluationResult]:
     """Return the loss of the first step from a folder, its gradients, and the evaluation before it."""
-    model = find(plan.model)[0]
+    model = model_named(plan.model)
     folder = Path(split_reference(plan.model)[0]).parent
     engine = shard(model, plan, RECIPE, weights=open_folder(folder).of(model))
     batch = batch_of(model, CASES[folder.name])

@@ -23,6 +23,7 @@ from megaloom.runtime.training import verify
 from megaloom.runtime.training.layout_dropout import layout_dropout, without_dropout
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.parity.rank_pool import Case, check, run_cases
 
 SEED, BATCH, SEQ, VOCAB = 7, 4, 32, 127
@@ -64,7 +65,7 @@ def first_loss(plan: Plan) -> tuple[float, float]:
     """On each rank: the loss of the first step, and that of an evaluation before it."""
     from megaloom.runtime.engine.engine import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED))
+    engine = Engine.build(plan, model_named(plan.model), Recipe(steps=3, seed=SEED))
 
     def samples(i: int) -> dict[str, torch.Tensor]:
         return next_token(sample(i))

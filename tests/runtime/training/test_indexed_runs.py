@@ -9,7 +9,6 @@ import pytest
 from attrs import evolve
 
 from megaloom.dsl import graph
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -27,6 +26,7 @@ from megaloom.runtime.training.evaluation import evaluate_run
 from megaloom.runtime.training.run_data import check_rampup, check_text
 from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template
 from tests.support.limits import LIMIT
+from tests.support.models.examples import model_named
 from tests.support.models.small import byte_llama
 from tests.support.paths import TEST_MODELS, TESTS
 
@@ -91,7 +91,7 @@ def test_a_run_on_a_blend_is_evaluated_on_both_other_parts(
 
 def read_in_own_loop(plan: Plan, blend: list[str]) -> list[float]:
     """On each rank: losses of four steps on what `read_data` reads, and that of the validation and the test part."""
-    engine = shard(find(plan.model)[0], plan, RECIPE)
+    engine = shard(model_named(plan.model), plan, RECIPE)
     data = read_data(engine, blend, split="94,4,2")
     losses = [engine.step(batch).loss for batch in islice(data.training(step=engine.done), RECIPE.steps)]
     return [*losses, engine.evaluate(data.validation()).loss, engine.evaluate(data.test()).loss]

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from megaloom.dsl import Model
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.hf.conversations import for_conversations
 from megaloom.planner.contract.layout import Layout
@@ -29,6 +28,7 @@ from megaloom.runtime.training.loop import train_on_rank
 from megaloom.runtime.training.prepare import prepare_run
 from megaloom.runtime.training.run_options import RunOptions
 from megaloom.runtime.training.training_run import TrainingRun
+from tests.support.models.examples import model_named
 from tests.support.models.small import byte_gpt
 from tests.support.parity.layouts import Results, under_layouts
 
@@ -95,7 +95,7 @@ def losses_of_run(run: TrainingRun, plan: Plan) -> tuple[list[float], list[float
     held_out = train_on_rank(run).held_out
     assert held_out
     lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
-    engine = shard(find(plan.model)[0], plan, run.recipe)
+    engine = shard(model_named(plan.model), plan, run.recipe)
     data = read_data(engine, [str(run.corpus.train.ranges[0].dataset.prefix)], split="80,15,5", ends=ENDS)
     own = [engine.step(batch).loss for batch in islice(data.training(), run.recipe.steps)]
     return (
@@ -106,7 +106,7 @@ def losses_of_run(run: TrainingRun, plan: Plan) -> tuple[list[float], list[float
 
 def own_data(prefix: str, run: TrainingRun, plan: Plan) -> dict[str, Any]:
     """On each rank: losses of data that are read, batches of loaders, what is gathered, and what is refused."""
-    engine = shard(find(plan.model)[0], plan, RECIPE)
+    engine = shard(model_named(plan.model), plan, RECIPE)
     groups, out = engine.groups, dict[str, Any]()
     first = groups.tp_rank == groups.cp_rank == groups.pp_rank == 0
     data = read_data(engine, prefix, split="80,15,5", ends=ENDS)

@@ -1,4 +1,4 @@
-"""The models of `examples/`, of which a process builds each once."""
+"""Models, of which a process builds each once: those of `examples/` by name, others by reference."""
 
 from functools import cache
 
@@ -6,7 +6,12 @@ from megaloom.dsl import Model
 from megaloom.dsl.catalog import find
 
 
-@cache
 def example(name: str) -> Model:
     """Return the example of this name."""
-    return find(name)[0]
+    return model_named(name)
+
+
+@cache
+def model_named(ref: str) -> Model:
+    """Return the model of a reference. Ranks that are forked later have it too, and what is known of its graph."""
+    return find(ref)[0]
