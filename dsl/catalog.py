@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cache
 from inspect import isfunction, signature
 from os.path import exists, isdir, isfile, join, realpath
 from pathlib import Path
@@ -199,7 +199,7 @@ def _pick(module: ModuleType, location: str, name: str, arguments: Arguments) ->
     )
 
 
-@lru_cache(maxsize=64)  # as many as `graph` keeps
+@cache  # all of them take 15 MB
 def _example(module: ModuleType, location: str, name: str) -> tuple[Model, str]:
     return _built(module, location, name, {})
 

@@ -234,7 +234,7 @@ def _slots(
     return tuple(out)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)  # more than there are examples, with their losses and without
 def graph(m: Model) -> Graph:
     """Return the graph of a model.
 
@@ -297,7 +297,7 @@ def _duplicate_name(*pair: tuple[Slot, Node]) -> ShapeError:
     return error
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def without_loss(m: Model) -> Model:
     """Return the model without its losses: its outputs are the values that the losses read, such as logits."""
     g = graph(m)

@@ -58,7 +58,7 @@ def graph_to_json(g: Graph) -> JSON:
     }
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)  # more than there are examples
 def fingerprint(m: Model) -> str:
     """Return the identity of a model: the version of the JSON form, and 16 digits of the form's SHA-256.
 
