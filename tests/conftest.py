@@ -32,7 +32,8 @@ PARITY = "parity"  # the property under which a test records a row of the table
 
 # Of the tests, these take longest together with their fixtures. They run first, so that no worker ends alone with one.
 LONGEST = (
-    *("test_parity.py", "test_resharding.py", "test_checkpoint.py", "test_main.py", "test_fp16.py", "test_seeds.py"),
+    *("test_parity.py", "test_own_layer.py", "test_resharding.py", "test_main.py", "test_stacked_experts.py"),
+    *("test_checkpoint.py", "test_seeds.py", "test_fp16.py", "test_shared_weights.py", "test_experts.py"),
     *("test_drawn_parity.py", "test_averaged_weights.py", "test_own_steps.py", "test_shared_batches.py"),
     *("test_declared_names.py", "test_run.py", "test_dropout.py", "test_deterministic.py", "test_plan_is_built.py"),
     *("test_own_loop.py", "test_several_hosts.py", "test_finetune.py", "test_t5_over_stages.py", "test_faults.py"),

@@ -55,6 +55,13 @@ def test_examples_by_name() -> None:
             assert fingerprint(find(canonical)[0]) == fingerprint(m)
 
 
+def test_an_example_is_built_once_and_with_arguments_anew() -> None:
+    m, canonical = find("llama3-8b")
+    assert find("llama3-8b")[0] is find(canonical)[0] is m
+    assert find("llama3-8b", {"layers": 2})[0] is not m
+    assert find("llama3-8b")[0] is m
+
+
 def test_the_only_model_of_a_file(write) -> None:
     path = write(ONE + "def sized(embed: int) -> Model: ...\ndef _hidden() -> Model: ...\nfrom math import sqrt\n")
     m, ref = find("models.py")
