@@ -158,7 +158,9 @@ def _send_seconds(base: Layouts, cache: CostCache) -> Rows:
     shapes, crossing = structure.live_shapes
     sizes = (Sizes(batch=x.micro_batch, seq=seq, source=seq) for x in layouts)
     elements = [output_elements(shapes, of, x.split) for of, x in zip(sizes, layouts, strict=True)]
-    least = (np.unique(crossing[structure.cut_points[1:]], axis=0) @ np.array(elements).T).min(axis=0)
+    crossing = crossing[structure.cut_points[1:]]
+    distinct = crossing[alike(*crossing.T)[0]]
+    least = (distinct @ np.array(elements).T).min(axis=0)
     nbytes = cache.workload.precision.nbytes * least[which]
     first, which = alike(nbytes, base.pp, base.tp, base.sequence_parallel)
     scattered = cache.profile.overlap.scattered_sends

@@ -36,7 +36,7 @@ from .device_meshes import (
 from .pricing import PartitionedLayout, Pricer
 
 FIRST_BASES, BASES_AT_ONCE = 16, 128  # base layouts that are opened together: at first, and at most
-SMALLEST_BATCH, LARGEST_BATCH = 64, 4096  # number of layouts that are balanced together
+SMALLEST_BATCH, LARGEST_BATCH = 64, 8192  # number of layouts that are balanced together
 SMALLEST_RATIO, BATCH_RATIO = 1.02, 1.08  # least and largest multiple of the least bound up to which they are balanced
 HORIZON_RATIO = 1.05  # the horizon lies this far beyond the least bound of all that is open
 
