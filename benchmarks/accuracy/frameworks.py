@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megaloom.planner.cost.profiles.flag_features import (
+    COMPILED_LOSS,
     DEEPSPEED_BF16_OPTIMIZER,
     DEEPSPEED_FP16_OPTIMIZER,
     DEEPSPEED_PIPELINE,
@@ -37,7 +38,7 @@ from .sharded_features import (
 
 MEGATRON_CORE = compose("megatron-core", [NO_OVERLAP_BUFFERS], MEGATRON)
 MEGATRON_LM_TUNED = compose("megatron-lm-tuned", [SLOW_MEMORY_KERNELS, ONLY_TENSOR_OVERLAP], MEGATRON_CORE)
-NEMO = compose("nemo", [], MEGATRON_LM_TUNED)
+NEMO = compose("nemo", [COMPILED_LOSS], MEGATRON_LM_TUNED)  # NeMo 2, gpt/model/base.py: cross_entropy_loss_fusion
 MEGATRON_BRIDGE = compose("megatron-bridge", [FUSED_LOSS], MEGATRON_CORE)
 MEGATRON_LM_TESTS = compose("megatron-lm-tests", [NO_WGRAD_FUSION], MEGATRON)
 MEGATRON_2021 = compose("megatron-lm-2021", [UNFUSED_ATTENTION, SCATTERED_SENDS])

@@ -14,7 +14,11 @@ _ONE_PERMUTE = coded(
 FUSED_LOSS = Feature(
     name="fused-loss",
     kernels={
-        "loss_saved_nbytes": coded(0, "transformer_engine, triton/cross_entropy.py: computes in place of the logits")
+        "loss_moved_nbytes": coded(
+            10,
+            "transformer_engine, triton/cross_entropy.py: logits are read twice, their gradient is written and scaled",
+        ),
+        "loss_saved_nbytes": coded(0, "transformer_engine, triton/cross_entropy.py: computes in place of the logits"),
     },
 )
 WEIGHTS_8 = Feature(
@@ -113,9 +117,14 @@ TORCH_SCORES = Feature(
 COMPILED_LOSS = Feature(
     name="compiled-loss",
     kernels={
+        "loss_moved_nbytes": coded(
+            28,
+            "megatron-core, fusions/fused_cross_entropy.py: 6 to cast, 4 for the maximum, 8 for exponentials, 4 for "
+            "their sum, 6 for the gradient",
+        ),
         "loss_saved_nbytes": coded(
             4 + 4, "megatron-core, fusions/fused_cross_entropy.py: logits in fp32 and their exponentials"
-        )
+        ),
     },
 )
 UNGROUPED_EXPERTS = Feature(
