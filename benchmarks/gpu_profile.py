@@ -200,7 +200,7 @@ def planned_milliseconds(case: Case, plan: Plan) -> dict[str, float]:
         )
         facts = costs(kind.node, **load, split=x.split, losses=False, separate=not execution.module)
         times, left = 1e3 * int(count) * case.microbatches, row[CostColumn.FORWARD] + row[CostColumn.BACKWARD]
-        for work, _, _, took in kernels_of(job, kind, facts, execution, x):
+        for work, _, took in kernels_of(job, kind, facts, execution, x):
             found[f"{work.kind} of experts" if work.experts else str(work.kind)] += times * (
                 took.forward + took.backward
             )

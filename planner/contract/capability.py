@@ -130,7 +130,6 @@ class Execution:
     stacked_experts: bool  # their weights are one parameter, whose gradient a kernel of its own adds
     engine: frozenset[EnginePart] = NO_PARTS  # parts of the module that Transformer Engine computes
     adds_gradients: bool = False  # where DDP has buffers of main gradients, linear layers add to them
-    concurrent_experts: bool = False  # products by several experts run at once, each on a stream
 
     @property
     def recomputes_cores(self) -> bool:
@@ -204,7 +203,6 @@ class Capability:
             stacked_experts=grouped and not self.all_modules and not by_engine,
             engine=engine,
             adds_gradients=module and self._adds_gradients(node, shared),
-            concurrent_experts=self.all_modules or by_engine,
         )
 
     def _adds_gradients(self, node: Node, shared: Container[str]) -> bool:

@@ -263,17 +263,14 @@ def cross_entropy_costs(job: Job, kind: NodeKind, layout: Layout, seq: int) -> R
 Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of which recompute it, amount
 
 
-PricedWork = tuple[Work, Core | None, kernels.AddedGradients | None, kernels.KernelSeconds]
+PricedWork = tuple[Work, Core | None, kernels.KernelSeconds]
 
 
 def kernels_of(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layout: Layout) -> Iterator[PricedWork]:
-    """Yield each piece of work of a node: its core, if a body computes it, the gradients it adds, and its seconds."""
+    """Yield each piece of work of a node: its core, if a body computes it, and its seconds."""
     device, precision, profile = job.cluster.slowest, job.workload.precision, job.profile
-    width = profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
-    by_products = kernels.AddedGradients(width, execution.concurrent_experts)
     stored, cores, cp = execution.stores_scores, execution.body_cores(facts), layout.cp
     for work in facts.work:
-        added = by_products if execution.product_adds(work) else None
         core, whole = cores.get(work), facts.gathers_sequence
         beside = None if execution.module else separate_seconds(work, device, precision)
         priced = core_seconds(work, core, device, precision, cp, whole) if core else beside if work.whole else None
@@ -285,9 +282,9 @@ def kernels_of(job: Job, kind: NodeKind, facts: Costs, execution: Execution, lay
             inside=kind.in_recomputed_block,
             stored_scores=stored,
             priced=priced,
-            added=added,
+            adds=execution.product_adds(work),
         )
-        yield work, core, added, took if beside is None or work.whole else took.plus(beside)
+        yield work, core, took if beside is None or work.whole else took.plus(beside)
 
 
 def _add_kernels(
@@ -296,17 +293,16 @@ def _add_kernels(
     """Add the seconds of a node's kernels to its row; yield the seconds that recompute repeats.
 
     Seconds of the host are those of its launches; a CUDA graph needs none. Adding weight gradients to the main
-    gradients reads and writes the latter, and reads the former where no product adds them. Of several experts' products
-    it is a part of the kernels' seconds.
+    gradients reads and writes the latter, and reads the former where no product adds them.
     """
     device, precision, profile = job.cluster.slowest, job.workload.precision, job.profile
     width = profile.optimizer.main_gradient_nbytes(layout.grad_reduce)
     one = profile.host.launches * device.launch_seconds
     apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
-    for work, core, added, took in kernels_of(job, kind, facts, execution, layout):
+    for work, core, took in kernels_of(job, kind, facts, execution, layout):
         row[CostColumn.HOST] += (took.forward_kernels + took.backward_kernels) * one
         apart -= took.fused_gradients
-        alone += took.fused_gradients * (added is not None and not added.beside_others(work))
+        alone += took.fused_gradients
         wait_forward = wait_backward = 0.0
         if work.kind is WorkKind.DISPATCH and device.units > 1:
             experts = kernels.expert_launch_seconds(facts.work, profile, execution)

@@ -100,21 +100,6 @@ class KernelSeconds:
         )
 
 
-@frozen
-class AddedGradients:
-    """Products that add the gradients of weights to main gradients of `nbytes` an element.
-
-    concurrent_experts: products by several experts run on streams, so their gradients move while others compute.
-    """
-
-    nbytes: int
-    concurrent_experts: bool
-
-    def beside_others(self, work: Work) -> bool:
-        """Return whether the main gradients of these products move while other products compute."""
-        return self.concurrent_experts and work.count > 1
-
-
 def kernel_seconds(
     work: Work,
     device: Device,
@@ -124,17 +109,17 @@ def kernel_seconds(
     inside: bool = True,
     stored_scores: bool = False,
     priced: KernelSeconds | None = None,
-    added: AddedGradients | None = None,
+    adds: bool = False,
 ) -> KernelSeconds:
     """Return the seconds of one forward and one backward pass of this work, by one kernel for each product or chain.
 
     inside: the work is in a block, where products may have fewer than 16 bits. stored_scores: attention is not one
     fused kernel, but products and a softmax over all scores, which are saved. priced: its seconds without launches,
-    if known. added: products add the gradients of weights to main gradients. A CPU process launches its own kernels,
+    if known. adds: products add the gradients of weights to main gradients. A CPU process launches its own kernels,
     and a blocking framework waits for each, so that launches add. The elements of a loss of logits, which is no work of
     a node, are its logits.
     """
-    took = priced or _kernel(work, device, precision, profile, inside, stored_scores, added)
+    took = priced or _kernel(work, device, precision, profile, inside, stored_scores, adds)
     if device.units > 1 and not profile.host.blocking_launches:
         return took
     one = device.launch_seconds
@@ -149,13 +134,13 @@ def _kernel(
     profile: FrameworkProfile,
     inside: bool,
     stored_scores: bool,
-    added: AddedGradients | None,
+    adds: bool,
 ) -> KernelSeconds:
     """Return the seconds of the kernel of this kind of work, without launches."""
     traffic = work.elements * precision.nbytes / device.moves
     match work.kind:
         case WorkKind.PRODUCT:
-            return _product(work, device, precision if inside else precision.wide, profile, traffic, added)
+            return _product(work, device, precision if inside else precision.wide, profile, traffic, adds)
         case WorkKind.ATTENTION if stored_scores:
             return _unfused_attention(work, device, precision, traffic)
         case WorkKind.ATTENTION:
@@ -210,7 +195,7 @@ def _product(
     precision: Precision,
     profile: FrameworkProfile,
     traffic: float,
-    added: AddedGradients | None,
+    adds: bool,
 ) -> KernelSeconds:
     """Return the seconds of the three products of a weight: y = x w, dx = dy w^T, dw = x^T dy."""
     peak = device.flops[precision] * device.sustained * device.flops_efficiency
@@ -219,16 +204,15 @@ def _product(
     m, n, k = work.m, work.n, work.k
     depth = DEPTH * device.flops[precision] / device.flops[precision.wide]
     split = SPLIT if precision is Precision.FP8 and Precision.MXFP8 not in device.flops else 1.0
-    fused = work.count * n * k if added and work.wgrad else 0
-    concurrent = 2 * added.nbytes * fused if added and added.beside_others(work) else 0
+    fused = work.count * n * k if adds and work.wgrad else 0
     seconds = []
-    for flops, shape, share, nbytes_seconds in (
-        (work.flops, (m, n, k), 1.0, traffic),
-        (work.dgrad, (m, k, n), split, traffic),
-        (work.wgrad, (k, n, m), split, traffic + concurrent / device.moves),
+    for flops, shape, share in (
+        (work.flops, (m, n, k), 1.0),
+        (work.dgrad, (m, k, n), split),
+        (work.wgrad, (k, n, m), split),
     ):
         reached = peak * (product_efficiency(*shape, work.count, (n, k), device, depth) * share)
-        seconds.append(max(flops / reached, nbytes_seconds) if flops else 0.0)
+        seconds.append(max(flops / reached, traffic) if flops else 0.0)
     cast = profile.narrow.cast_moved_nbytes * work.count * m / device.moves if precision.narrow else 0.0
     cast *= profile.experts.separate_casts if work.experts else 1.0
     forward, backward = float(work.flops > 0), float(work.dgrad > 0) + float(work.wgrad > 0)
