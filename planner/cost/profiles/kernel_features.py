@@ -150,9 +150,7 @@ ENGINE_KERNELS = Feature(
             True, "transformer_engine/pytorch/module/base.py: get_dummy_wgrad; Megatron-LM's default"
         ),
     },
-    host={
-        "step_launches": measured(600, f"{_HOST}: megatron-core's optimizer and schedule, as in our runtime")
-    },
+    host={"step_launches": measured(600, f"{_HOST}: megatron-core's optimizer and schedule, as in our runtime")},
     attention={"context_communication": coded(ContextCommunication.P2P, "Megatron-LM's default of --cp-comm-type")},
     sharded_weights={
         "keeps_gradients": coded(
