@@ -193,18 +193,15 @@ def planned_milliseconds(case: Case, plan: Plan) -> dict[str, float]:
     pricer = Pricer(graph(find(reference(case.model))[0]), plan.cluster, plan.workload)
     job, x, found = pricer.cost_cache.job, case.layout, defaultdict[str, float](float)
     rows = pricer.cost_table(x).rows
+    load = {"batch": x.micro_batch, "seq": case.seq, "source": case.seq}
     for kind, row, count in zip(job.structure.kinds, rows, np.bincount(job.structure.kind_of_node), strict=True):
-        execution, load = (
-            job.execution(kind.node, x.split),
-            {"batch": x.micro_batch, "seq": case.seq, "source": case.seq},
-        )
+        execution = job.execution(kind.node, x.split)
         facts = costs(kind.node, **load, split=x.split, losses=False, separate=not execution.module)
         times, left = 1e3 * int(count) * case.microbatches, row[CostColumn.FORWARD] + row[CostColumn.BACKWARD]
         for work, _, took in kernels_of(job, kind, facts, execution, x):
-            found[f"{work.kind} of experts" if work.experts else str(work.kind)] += times * (
-                took.forward + took.backward
-            )
-            left -= took.forward + took.backward
+            seconds = took.forward + took.backward
+            found[f"{work.kind} of experts" if work.experts else str(work.kind)] += times * seconds
+            left -= seconds
         found["loss" if kind.has_loss else "other"] += times * left
     found["optimizer"] = 1e3 * plan.predicted.breakdown["optimizer"]
     return dict(found)

@@ -3,7 +3,7 @@
 For each model the layout that the planner recommends is trained, and 13 others: of each thirteenth of the predicted
 times between the fastest layout's and 1.3 times that, the layout whose name has the smallest SHA-256. A part without a
 layout has none. `gpu_runs` runs them: it appends each result to `--output` before it begins the next, and the same
-command goes on where it was cut off. `--keep` moves what was measured into `benchmarks/data/gpu_regret.jsonl`, and
+command goes on where it was cut off. `--keep` adds what was measured to `benchmarks/data/gpu_regret.jsonl`, and
 `--report` prints the runs of that file by measured time, with the regret of each model: the measured time of the
 recommended layout over the best measured one, minus 1.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import plan
 
 KEPT = Path(__file__).parent / "data" / "gpu_regret.jsonl"
+FIELDS = ("gpus", "libraries", "date", "step_seconds", "memory_gib")  # of a run, as KEPT has them
 PARTS, MOST = 13, 1.3
 GPUS = 2
 
@@ -47,6 +47,11 @@ class Job:
     model: str
     seq: int
     batch: int
+
+    @property
+    def workload(self) -> Workload:
+        """Return the workload of a step."""
+        return Workload(seq=self.seq, batch=self.batch, precision=Precision.BF16)
 
     def case(self, layout: Layout) -> Case:
         """Return the case of a layout."""
@@ -63,8 +68,7 @@ JOBS = (
 def recommended(job: Job, device: str) -> Layout:
     """Return the layout that `plan` recommends for a job on devices of this name."""
     declared, ref = find(reference(job.model))
-    work = Workload(seq=job.seq, batch=job.batch, precision=Precision.BF16)
-    return plan(declared, cluster(f"{GPUS}x{device}"), work, ref=ref).best.layout
+    return plan(declared, cluster(f"{GPUS}x{device}"), job.workload, ref=ref).best.layout
 
 
 def drawn(job: Job, device: str) -> list[Layout]:
@@ -76,24 +80,19 @@ def drawn(job: Job, device: str) -> list[Layout]:
         part = int((seconds / least - 1) / (MOST - 1) * PARTS)
         if part < PARTS and layout != best:
             parts.setdefault(part, []).append(layout)
-    return [best, *(min(parts[part], key=lambda x: _digest(job.case(x))) for part in sorted(parts))]
+    return [best, *(min(parts[part], key=lambda x: job.case(x).digest) for part in sorted(parts))]
 
 
 def _near(job: Job, device: str) -> Iterator[tuple[Layout, float]]:
     """Yield the layouts of the planner's candidate space that fit the memory limit, with their predicted seconds."""
-    work = Workload(seq=job.seq, batch=job.batch, precision=Precision.BF16)
-    pricer = Pricer(graph(find(reference(job.model))[0]), cluster(f"{GPUS}x{device}"), work)
+    pricer = Pricer(graph(find(reference(job.model))[0]), cluster(f"{GPUS}x{device}"), job.workload)
     candidates = Candidates(pricer, {})
-    bounded = candidates.bound_all() and candidates.variants(np.arange(len(candidates.base_layouts)))
-    layouts = bounded.layouts
+    candidates.bound_all()  # which `variants` reads
+    layouts = candidates.variants(np.arange(len(candidates.base_layouts))).layouts
     for i in range(len(layouts)):
         partition = pricer.partition(layouts[i])
         if partition.fits:
             yield layouts[i], pricer.simulate(partition).seconds
-
-
-def _digest(case: Case) -> str:
-    return sha256(case.name.encode()).hexdigest()
 
 
 def kept(runs: Sequence[Measured], device: str) -> Iterator[dict[str, Any]]:
@@ -102,10 +101,8 @@ def kept(runs: Sequence[Measured], device: str) -> Iterator[dict[str, Any]]:
     for job in JOBS:
         for number, layout in enumerate(drawn(job, device)):
             if run := ended.get(job.case(layout).name):
-                shown = {
-                    name: getattr(run, name) for name in ("gpus", "libraries", "date", "step_seconds", "memory_gib")
-                }
-                yield {"model": job.model, "layout": layout_to_json(layout), "recommended": number == 0, **shown}
+                measured = {name: getattr(run, name) for name in FIELDS}
+                yield {"model": job.model, "layout": layout_to_json(layout), "recommended": number == 0, **measured}
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
@@ -143,11 +140,14 @@ def options() -> Namespace:
 
 def main() -> None:
     asked = options()
+    rows = [json.loads(line) for line in KEPT.read_text().splitlines()]
     if asked.keep:
+        new = [row for row in kept(read(asked.output), asked.device) if row not in rows]
+        rows += new
         with KEPT.open("a", encoding="utf-8") as out:
-            out.writelines(f"{json.dumps(row)}\n" for row in kept(read(asked.output), asked.device))
+            out.writelines(f"{json.dumps(row)}\n" for row in new)
     if asked.keep or asked.report:
-        print(report([json.loads(line) for line in KEPT.read_text().splitlines()]))
+        print(report(rows))
         return
     jobs = [job for job in JOBS if not asked.models or any(word in job.model for word in asked.models)]
     cases = [job.case(layout) for job in jobs for layout in drawn(job, asked.device)]

@@ -87,10 +87,13 @@ def _started(tree: Tree | None) -> tuple[Word | None, Word | None]:
     both = [one for one in (per_node, visible) if one is not None]
     fewest = min(both, key=lambda one: int(one.text) if one.text.isdecimal() else 0, default=None)
     hosts = setting_at(tree, f"{_RUNNER}.hostfile")
-    alone = nodes if hosts is None and nodes and nodes.text != "1" else hosts if nodes is None else None
-    if alone is not None and not (cloud and cloud.text == "cloud"):
-        unknown = (Unknown(f"{_RUNNER}.hostfile", "file", alone.word.origin),)
-        return evolve(alone.word, text="", unknown=unknown), fewest.word if fewest else None
+    if hosts is None:
+        unclear = nodes if nodes and nodes.text != "1" else None  # several machines without a host file
+    else:
+        unclear = hosts if nodes is None else None
+    if unclear is not None and not (cloud and cloud.text == "cloud"):
+        unknown = (Unknown(f"{_RUNNER}.hostfile", "file", unclear.word.origin),)
+        return evolve(unclear.word, text="", unknown=unknown), fewest.word if fewest else None
     return nodes.word if nodes else None, fewest.word if fewest else None
 
 

@@ -6,7 +6,7 @@ reader asks for is left out, unless its name is so near to that of a key that is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 
 from megaloom.planner.runs.settings.tree import Setting, Tree
@@ -22,12 +22,17 @@ def near_names(tree: Tree | None, read: Collection[str], known: Collection[str] 
 
     read: paths such as `train.micro_batch_size`. known: other keys of the framework, by their last names.
     """
-    parents: dict[str, set[str]] = {}
-    for path in read:
+    yield from _near(tree, "", keys_by_section(read), frozenset(known))
+
+
+def keys_by_section(paths: Iterable[str]) -> dict[str, set[str]]:
+    """Return the keys of each section that paths such as `train.micro_batch_size` name; "" is the whole file."""
+    sections: dict[str, set[str]] = {}
+    for path in paths:
         keys = path.split(".")
         for depth, key in enumerate(keys):
-            parents.setdefault(".".join(keys[:depth]), set()).add(key)
-    yield from _near(tree, "", parents, frozenset(known))
+            sections.setdefault(".".join(keys[:depth]), set()).add(key)
+    return sections
 
 
 def _near(tree: Tree | None, path: str, parents: Mapping[str, set[str]], known: frozenset[str]) -> Iterator[Word]:

@@ -57,6 +57,7 @@ mtp_decoder_input_detach linear_decoupled_in_proj group_by_length tuner_type tra
 attn_impl new_special_tokens remove_unused_columns ignore_args_error use_chat_template
 """
 _HARMLESS = frozenset(_IGNORED.split())
+"""Options of ms-swift that change neither the layout nor the arithmetic of a training step."""
 _LISTS = frozenset(
     {
         *("dataset", "val_dataset", "cached_dataset", "cached_val_dataset", "model_name", "model_author", "report_to"),
@@ -64,7 +65,6 @@ _LISTS = frozenset(
     }
 )
 """Options that take several values."""
-"""Options of ms-swift that change neither the layout nor the arithmetic of a training step."""
 
 
 def is_swift(command: Command) -> bool:

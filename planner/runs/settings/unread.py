@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from megaloom.dsl.quoting import shortened
 from megaloom.planner.runs.run import Note
-from megaloom.planner.runs.settings.near_names import first_origin, unknown_setting
+from megaloom.planner.runs.settings.near_names import first_origin, keys_by_section, unknown_setting
 from megaloom.planner.runs.settings.tree import Setting, Tree, found, is_null, setting_at
 from megaloom.planner.runs.words import Word
 
@@ -21,12 +21,7 @@ def unread_settings(tree: Tree | None, read: Collection[str], silent: Collection
     read: paths such as `trainer.devices`; what is below them is for others to judge. silent: paths of values and lists
     that change no step.
     """
-    parents: dict[str, set[str]] = {}
-    for path in read:
-        keys = path.split(".")
-        for depth, key in enumerate(keys):
-            parents.setdefault(".".join(keys[:depth]), set()).add(key)
-    yield from _unread(tree, "", parents, frozenset(silent))
+    yield from _unread(tree, "", keys_by_section(read), frozenset(silent))
 
 
 def _unread(tree: Tree | None, path: str, parents: Mapping[str, set[str]], silent: frozenset[str]) -> Iterator[Word]:
